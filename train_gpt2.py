@@ -12,11 +12,6 @@ fineweb.py makes the shards. The defaults train GPT-2 124M on 10 billion tokens.
 
 from __future__ import annotations
 
-from support import cli, startup
-
-if __name__ == "__main__":
-    startup.prepare()  # comes first: PyTorch reads what this sets, how long idle threads wait, when it is imported
-
 import math
 import os
 import time
@@ -26,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from support import cli, startup
 from support.config import CommandLine, TrainConfig
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -56,8 +50,9 @@ TABLES = {"model": MODELS, "recipe": RECIPES}  # by the flag that chooses a row;
 
 if __name__ == "__main__":
     cli.check_command_line(CommandLine, __doc__, TABLES)  # a mistake, or --help, need not wait for the next import
-    startup.show("importing PyTorch ...")
+    startup.prepare("PyTorch")  # which reads in its import what this sets: how long idle threads wait
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,8 +67,7 @@ from support.checkpoints.start import Start
 from support.checkpoints.state import TrainState
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
-from support.data import shards
-from support.data.shards import rows_in_shard
+from support.data.shards import TokenData, read_tokens, rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.layers import Dropout, causal_attention
 from support.optim.loss import chunked_cross_entropy
@@ -93,6 +87,11 @@ from support.sizing import budget, plan
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
+    """The shape of a model. A new field needs a flag of the same name in support/config.py: docs/change-it.md has an example.
+
+    Checkpoints then keep it, and sample.py, hellaswag.py and a resumed run have it.
+    """
+
     block_size: int = 1024  # the longest context, in tokens
     vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; in training, the tokenizer of the data decides
     n_layer: int = 12
@@ -105,6 +104,11 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         """The vocabulary size, rounded up to a multiple of 64 (50,304 for GPT-2): other sizes slow GPU kernels down."""
         return -(-self.vocab_size // 64) * 64
+
+    @property
+    def differs_in_training(self) -> bool:
+        """Whether the model computes something else in training than in evaluation. If not, one mode is compiled for both."""
+        return self.dropout > 0
 
 
 class CausalSelfAttention(nn.Module):
@@ -119,7 +123,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
-        if cache:
+        if cache is not None:
             k, v = cache.append(self, k, v)  # keys and values of all tokens so far; a single new one attends to all
         # softmax(q @ k.mT / sqrt(hs), with the future masked) @ v; on a GPU in one kernel that never stores the (T, T) matrix
         y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0)  # (B, nh, T, hs)
@@ -172,7 +176,7 @@ class Transformer(nn.Module):
         T = idx.size(1)
         if self.wpe.num_embeddings < T:
             raise ValueError(f"a sequence of {T} tokens is longer than the context of {self.wpe.num_embeddings}")
-        first = cache.length if cache else 0
+        first = 0 if cache is None else cache.length
         pos = torch.arange(first, first + T, device=idx.device)  # (T)
         x = self.drop(self.wte(idx) + self.wpe(pos))  # (B, T, C)
         x = devices.to_bf16_in_autocast(x)  # half the traffic between blocks; the norms still compute in fp32
@@ -262,15 +266,16 @@ class GPT(nn.Module):
         self.transformer.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
 
     def configure_optimizers(
-        self, weight_decay: float, lr: float, betas: tuple[float, float], name: str = "adamw", **muon_options: Any
-    ) -> torch.optim.Optimizer:
+        self, weight_decay: float, lr: float, betas: tuple[float, float], optimizer: str = "adamw",
+        dtype: torch.dtype = torch.float32, adamw_lr: float | None = None,
+    ) -> torch.optim.Optimizer:  # fmt: skip
         """Returns AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
-        With the name "muon", Muon updates the matrices of the blocks instead: it orthogonalizes their momentum, so that
-        a step moves a matrix equally far in all directions.
+        With "muon", Muon updates the matrices of the blocks instead: it orthogonalizes their momentum, so that a step moves a
+        matrix equally far in all directions. It computes in `dtype`, and AdamW has its own learning rate if given.
         """
         num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
-        if name == "muon":
+        if optimizer == "muon":
             matrices = ((name, p) for name, p in self.transformer.h.named_parameters() if p.dim() >= 2)
             num_splits = {p: 3 if name.endswith("c_attn.weight") else 1 for name, p in matrices}  # query, key, value
         trained = [p for p in self.parameters() if p.requires_grad]  # with LoRA, not all of them
@@ -278,10 +283,16 @@ class GPT(nn.Module):
             {"params": [p for p in trained if p.dim() >= 2 and p not in num_splits], "weight_decay": weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
-        if name == "adamw":
+        if optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)  # one kernel for all parameters
-        muon_group = {"params": list(num_splits), "num_splits": list(num_splits.values()), "weight_decay": weight_decay}
-        return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, **muon_options)
+        if optimizer == "muon":
+            stacked = {
+                "params": list(num_splits),
+                "num_splits": list(num_splits.values()),
+                "weight_decay": weight_decay,
+            }
+            return Muon([stacked, *groups], lr=lr, betas=betas, eps=1e-8, dtype=dtype, adamw_lr=adamw_lr)
+        raise ValueError(f"there is no --optimizer {optimizer}")
 
     def flops_per_token(self) -> int:
         """FLOPs to train on one token of a full context: 6N + 12*L*C*T (PaLM, arXiv:2204.02311, appendix B).
@@ -310,7 +321,7 @@ class GPT(nn.Module):
         context = new = idx[:, -self.config.block_size :]  # (B, T)
         for _ in range(max_new_tokens):
             cached = cache is not None and cache.length + new.size(1) <= self.config.block_size
-            with devices.attention_without_cudnn(idx.device):  # which plans each new shape, here each length
+            with devices.attention_without_cudnn(idx.device):  # cuDNN would prepare a kernel for each new length
                 x = self.transformer(new, cache) if cached else self.transformer(context)  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V): the last position predicts
             if not logits.sum().isfinite():  # tells whether all are finite, in a third of the time
@@ -414,7 +425,7 @@ class DataLoaderLite:
         shard = int(self._order[i])
         row = n - int(self._ends[i] - self.shard_rows[shard])
         start = int(self._shuffled_starts(epoch, shard)[row]) if self.shuffle else row * self.T
-        return shards.read_tokens(self.shards[shard], start, self.T + 1, self.vocab_size)
+        return read_tokens(self.shards[shard], start, self.T + 1, self.vocab_size)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -439,31 +450,31 @@ class DataLoaderLite:
 TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
 
 
-def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
+def get_lr(step: int, config: TrainConfig, progress: float | None = None) -> float:
     """Returns the learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
 
     With schedule "wsd" (warm-up, stable, decay), it stays at max_lr until the cooldown, then falls linearly to min_lr.
 
     Args:
-        progress: the fraction of the time that has passed; a --minutes run uses it instead of `step`.
+        progress: the fraction of the time that has passed; a --minutes run needs it instead of `step`.
     """
+    # in steps; in a --minutes run, all are fractions of its time. The first rate is not 0, which would waste a step
+    now, warmup, end, cooldown = map(float, (step, config.warmup_steps, config.decay_steps, cooldown_steps(config)))
+    ramp = now + 1
     if config.minutes:
+        assert progress is not None
         now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - cooldown_start(config)
         ramp = max(now, TIMED_WARMUP / 10)
-    else:
-        now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, cooldown_steps(config)
-        ramp = step + 1
-    if now < warmup:
-        return config.max_lr * ramp / warmup  # never 0, which would waste the first step
-    if now >= end:
-        return config.min_lr  # a run may be longer than its schedule
-    if config.schedule == "wsd":
-        left = (end - now) / cooldown if cooldown else 1.0
-        return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
-    decayed = (now - warmup) / (end - warmup)  # from 0 to 1
+    decayed = (now - warmup) / (end - warmup) if warmup <= now < end else 1.0  # a run may be longer
     if config.schedule == "cosine":
-        return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
-    raise ValueError(f"get_lr has no formula for --schedule {config.schedule}")
+        height = 0.5 * (1.0 + math.cos(math.pi * decayed))  # from 1 to 0
+    elif config.schedule == "wsd":
+        height = min(1.0, (end - now) / cooldown) if cooldown and now < end else float(now < end)
+    else:
+        raise ValueError(f"get_lr has no formula for --schedule {config.schedule}")
+    if now < warmup:
+        return config.max_lr * ramp / warmup
+    return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
 def cooldown_steps(config: TrainConfig) -> int:
@@ -491,21 +502,24 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 # The training step
 
 
-class Shared(NamedTuple):
-    """What the ranks tell each other once per step, each a tensor on the device."""
+class StepValues(NamedTuple):
+    """What is measured in a step: tensors on the device of this rank, then means over the ranks, then numbers.
 
-    loss: Tensor  # the mean over the micro-steps, in nats
-    norm: Tensor  # of the gradients before clipping; the same on all ranks already
-    stop_requests: Tensor
-    time_used: Tensor  # of --minutes, as a fraction: rank 0's clock decides for all
+    To measure more, add a field, give it a value at the end of `train_step`, and log it in `train`.
+    """
 
-    def mean_over(self, dist: Distributed) -> Shared:
+    loss: Any  # before the update, the mean over the micro-steps, in nats
+    norm: Any  # of the gradients before clipping; the same on all ranks already
+    stop_requests: Any
+    time_used: Any  # of --minutes, as a fraction: rank 0's clock decides for all
+
+    def mean_over(self, dist: Distributed) -> StepValues:
         """Returns the means over the ranks, by a single all-reduce."""
-        return Shared(*dist.all_reduce_mean(torch.stack(self)))
+        return StepValues(*dist.all_reduce_mean(torch.stack(self)))
 
-    def to_host(self) -> list[float]:
-        """Returns the numbers. This is the only transfer from the device in a step, and the only wait for it."""
-        return torch.stack(self).tolist()
+    def to_host(self) -> StepValues:
+        """Returns the numbers. With AdamW and Muon, this is the only time in a step that the host waits for the device."""
+        return StepValues(*torch.stack(self).tolist())
 
 
 def forward_backward(
@@ -534,28 +548,20 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
         optimizer.step()
 
 
-class StepResult(NamedTuple):
-    """What a step returns, the same on every rank."""
-
-    loss: float  # before the step, in nats
-    norm: float  # of the gradients before clipping
-    progress: float  # of the run after the step, see `Schedule.progress`
-    seconds: float  # of the step alone, without evaluation, logging and checkpoints; on this rank
-
-
 def train_step(
-    train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
-    amp: torch.autocast, clock: Clock, graphs: cuda_graphs.StepGraphs | None = None,
-) -> StepResult | None:  # fmt: skip
-    """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
+    setup: Setup, state: TrainState, loader: DataLoaderLite, stop: StopHandler, clock: Clock
+) -> tuple[StepValues, float] | None:
+    """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; if the loss or a gradient is not finite,
+    the step is skipped, on all ranks.
 
-    If the loss or a gradient is not finite, the step is skipped, on all ranks. Returns None if a signal interrupted the
-    step, which happens only with one process; nothing was applied then.
+    Returns:
+        What was measured, and the progress of the run after the step, the same on every rank. None if a signal interrupted
+        the step, which happens only with one process; nothing was applied then.
     """
-    config, optimizer, scaler, dist = schedule.config, state.optimizer, state.scaler, loader.dist
-    started = time.perf_counter()
-    if config.dropout:
-        state.model.train()  # after an evaluation
+    config, schedule, dist, graphs = setup.run.config, setup.run.schedule, setup.dist, setup.graphs
+    train_model, optimizer, scaler = setup.train_model, state.optimizer, state.scaler
+    if setup.model.config.differs_in_training:
+        setup.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
     # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
@@ -572,217 +578,28 @@ def train_step(
         if graphs:
             loss_accum += graphs.forward_backward(x, y)
         else:
-            loss_accum += forward_backward(train_model, x, y, loader.grad_accum, scaler, amp)
+            loss_accum += forward_backward(train_model, x, y, loader.grad_accum, scaler, setup.amp)
     if not schedule.is_last(state.step):
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
     scaler.unscale_(optimizer)  # before clipping, which needs the true norm
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
-    own_time = clock.time_used() * dist.world_size if dist.rank == 0 else 0.0  # the other ranks add 0 to the mean
-    own = Shared(loss_accum, norm, torch.full_like(norm, stop.requested), torch.full_like(norm, own_time))
-    shared = own.mean_over(dist)
-    finite = shared.loss.isfinite() & shared.norm.isfinite()
+    # Rank 0's time is for all: with zeros from the others, the mean of world_size times that is the time itself.
+    time_used = clock.time_used() * dist.world_size if dist.rank == 0 else 0.0
+    own = StepValues(loss_accum, norm, torch.full_like(norm, stop.requested), torch.full_like(norm, time_used))
+    means = own.mean_over(dist)
+    finite = means.loss.isfinite() & means.norm.isfinite()
     if graphs:
         graphs.step_if_finite(finite)
     else:
         step_if_finite(optimizer, finite)
-    scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
-    mean_loss, mean_norm, stop_requests, time_used = shared.to_host()
-    stop.agree(stop_requests)
-    progress = schedule.progress(state.step + 1, time_used, loader.passes)
-    return StepResult(mean_loss, mean_norm, progress, seconds=time.perf_counter() - started)
-
-
-# -----------------------------------------------------------------------------
-# What a run starts from
-
-
-def resolve(start: Start) -> TrainConfig:
-    """Returns the configuration that a run starts with. Flags that nothing sets are computed here, or have a default.
-
-    Raises:
-        UserError: some values contradict each other.
-    """
-    flags = start.flags
-    flags.setdefault("decay_steps", flags["max_steps"])
-    flags.setdefault("min_lr", flags["max_lr"] / (50 if flags["schedule"] == "wsd" else 10))
-    if flags.get("minutes"):  # None: at each quarter of the time
-        flags = dict.fromkeys(("val_every", "sample_every", "checkpoint_every")) | flags
-    config = TrainConfig(**flags)
-    config.check()
-    return config
-
-
-def new_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """Makes the model that the flags describe, with random weights."""
-    sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
-    return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
-
-
-def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GPT:
-    """Makes the model that this process starts from, on the CPU, with random, pretrained or a checkpoint's weights."""
-    path = start.checkpoint.path if start.checkpoint else None
-    # a LoRA checkpoint has merged weights: the frozen ones come from --init-from, LoRA's matrices from adapter/
-    source = path if path and not config.lora_rank else config.init_from
-    if source is None:
-        torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
-        model = new_model(config, tokenizer.vocab_size)
-    else:
-        model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
-        huggingface.check_fits(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
-        if config.block_size < model.config.block_size:
-            model.crop(config.block_size)
-    if config.lora_rank:
-        lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, path)
-    return model
-
-
-def open_data(config: TrainConfig, start: Start, dist: Distributed) -> shards.TokenData:
-    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
-
-    Raises:
-        UserError: a check failed.
-    """
-    validates = config.val_every != 0
-    data = shards.TokenData.open(config.data, validates, start.first_model(config))
-    data.check_rows(config.block_size, config.step_rows, config.val_tokens if validates else None, config.shuffle)
-    memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
-    return data
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a run is made of before its first step, on this rank."""
-
-    config: TrainConfig
-    dist: Distributed
-    start: Start
-    machine: Machine  # what the flags leave open
-    data: shards.TokenData
-    identity: shards.DataIdentity  # checksums of the shards and of frozen weights, which a resumed run must have, too
-    examples: Sequence[hellaswag.Example]
-    model: GPT  # has the weights that are trained
-    # Has all weights on each rank (with FSDP, within `full_weights`), and may be compiled: calls run the compiled graph,
-    # but methods such as generate() run uncompiled.
-    eval_model: nn.Module
-    train_model: nn.Module  # one of these two, maybe wrapped
-
-    @property
-    def amp(self) -> torch.autocast:
-        """Matrix products in bf16 or fp16; weights, norms and sums stay in fp32."""
-        return devices.autocast(self.dist.device, self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return devices.DTYPES[self.machine.dtype]
-
-    @property
-    def layout(self) -> memory.Layout:
-        return memory.Layout.of(self.config, self.dtype, self.dist.world_size, self.machine.compiled)
-
-    @property
-    def schedule(self) -> Schedule:
-        cooldown = cooldown_start(self.config) if self.config.has_cooldown else None
-        return Schedule(self.config, self.machine.hellaswag_every, cooldown)
-
-
-def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
-    """Loads what a run needs: all that can fail or take long, before anything is written."""
-    machine = Machine.find(config, dist.device, dist.world_size)
-    use_fsdp = config.shards_weights(dist.world_size)
-    dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
-    # Local rank 0 runs this block before the others, which then find what it downloaded.
-    with dist.local_rank_zero_first():
-        data = open_data(config, start, dist)
-        with fsdp.weights_on_rank_zero(use_fsdp, dist.rank):  # on the others from ShardedModel on
-            model = initial_model(config, data.tokenizer, start)
-        identity = start.identify_data(data, model)
-        examples = hellaswag.load_examples(
-            config, machine.hellaswag_every, data.tokenizer, config.block_size, dist.print0
-        )
-        devices.configure_backends(dist.device, config.tf32)  # TF32, the allocator
-        if config.recompute:  # activation checkpointing
-            memory.recompute_activations(model.transformer.h)
-        eval_model: nn.Module = model
-        if use_fsdp:
-            eval_model = fsdp.without_weights(model)  # `full_weights` lends it some
-        else:
-            model.to(dist.device)
-        if machine.compiled:
-            eval_model = devices.compile(eval_model)
-    preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
-    if not all(dist.all_gather(bool(examples))):  # one node may have failed to download them
-        examples = []
-    return Setup(
-        config=config, dist=dist, start=start, machine=machine, data=data, identity=identity, examples=examples,
-        model=model, eval_model=eval_model, train_model=eval_model,
-    )  # fmt: skip
-
-
-def distribute(setup: Setup) -> Setup:
-    """Divides training among the processes, by DDP or FSDP, and finds the largest micro-batch that fits."""
-    config, machine, dist, model = setup.config, setup.machine, setup.dist, setup.model
-    use_fsdp, train_model = config.shards_weights(dist.world_size), setup.eval_model
-    shard_model = partial(fsdp.ShardedModel, device=dist.device, dtype=setup.dtype, compiled=machine.compiled)
-    if dist.world_size > 1 and not use_fsdp:
-        # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
-        train_model = DistributedDataParallel(setup.eval_model, gradient_as_bucket_view=True)
-
-    def make_trial_model() -> nn.Module:  # takes a step of each micro-batch size, to see what fits; its weights stay
-        return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
-
-    sizes = memory.Sizes.of(model)
-    B = batch_size.try_batch_sizes(config, machine.batch_size, sizes, setup.layout, dist, setup.amp, make_trial_model)
-    attention = devices.describe_attention(
-        dist.device, setup.dtype, config.n_head, config.n_embd, config.block_size, config.dropout
-    )
-    if use_fsdp:  # each rank keeps a shard of every weight
-        train_model = shard_model(model)
-    return replace(setup, train_model=train_model, machine=replace(machine, batch_size=B, attention=attention))
-
-
-def restore(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
-    """Returns the state of training, new or a checkpoint's, and the loader of the rows that come next."""
-    config, dist, start, schedule = setup.config, setup.dist, setup.start, setup.schedule
-    optimizer = setup.model.configure_optimizers(
-        config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
-        dtype=setup.dtype, adamw_lr=config.adamw_lr,
-    )  # fmt: skip
-    # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
-    scaler = torch.amp.GradScaler(dist.device.type, enabled=setup.dtype == torch.float16)
-    state = TrainState(setup.model, optimizer, scaler)
-    if start.checkpoint:
-        state.restore(start.checkpoint, setup.identity, config.optimizer, start.forked)  # the model has its weights
-    B, T = setup.machine.batch_size, config.block_size
-    grad_accum = config.step_rows // (B * dist.world_size)  # micro-batches per step
-    vocab_size = setup.data.tokenizer.vocab_size
-    loader = DataLoaderLite(setup.data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
-    loader.seek(state.row)
-    if start.forked:  # its schedule may be another one
-        state.progress = schedule.progress(state.step, schedule.time_used(state.seconds), loader.passes)
-    return state, loader
-
-
-def record_step(setup: Setup, state: TrainState, grad_accum: int) -> cuda_graphs.StepGraphs | None:
-    """Records the step of a small model as CUDA graphs: its kernels take less time than their launches. None elsewhere."""
-    config, B, device, optimizer = setup.config, setup.machine.batch_size, setup.dist.device, state.optimizer
-    are_faster = cuda_graphs.are_faster(memory.Sizes.of(setup.model), setup.layout, B, device)
-    if not (config.cuda_graphs and are_faster and torch_private.skips_steps(optimizer)):
-        return None
-    micro_step = partial(forward_backward, setup.train_model, grad_accum=grad_accum, scaler=state.scaler, amp=setup.amp)
-    update = partial(step_if_finite, optimizer)
-    return cuda_graphs.record_step(micro_step, update, optimizer, B, config.block_size, device)
-
-
-def describe_run(setup: Setup, graphs: cuda_graphs.StepGraphs | None) -> RunInfo:
-    """Returns what the header, the log, checkpoints and the summary of a run are written from."""
-    return RunInfo(
-        config=setup.config, machine=replace(setup.machine, cuda_graphs=graphs is not None), start=setup.start,
-        schedule=setup.schedule, data=setup.data, identity=setup.identity, model=setup.model,
-        flops_per_token=setup.model.flops_per_token(), hellaswag_items=len(setup.examples),
-        hellaswag_sha256=hellaswag.sha256_of(setup.examples),
-    )  # fmt: skip
+    # In fp16, lowers the scale of the gradients if they overflowed, on any rank: DDP has added them up, and with FSDP
+    # unscale_() has asked all.
+    scaler.update()
+    values = means.to_host()
+    stop.agree(values.stop_requests)
+    return values, schedule.progress(state.step + 1, values.time_used, loader.passes)
 
 
 # -----------------------------------------------------------------------------
@@ -825,15 +642,13 @@ def sample(
 
 def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: RunLogger) -> bool:
     """Measures what is due before a step: "val", "hella", "samples". Returns False on all ranks if a signal interrupted it."""
-    config, dist, data = setup.config, setup.dist, setup.data
+    config, data, B, dist = setup.run.config, setup.run.data, setup.run.machine.batch_size, setup.dist
     with fsdp.full_weights(setup.eval_model, setup.model):  # without FSDP, both are the same model
         model: Any = setup.eval_model
-        if config.dropout:
-            model.eval()  # only with dropout: without it, both modes are the same, but would be compiled twice
+        if setup.model.config.differs_in_training:
+            model.eval()
         if "val" in due and data.val:
-            loader = DataLoaderLite(
-                data.val, setup.machine.batch_size, config.block_size, data.tokenizer.vocab_size, dist
-            )
+            loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist)
             logger.validation(step, validation_loss(model, loader, config.val_tokens, stop, setup.amp))
         if "hella" in due and setup.examples and not stop.agreed:
             # calls the methods, which are not compiled: each new length would be compiled again
@@ -844,7 +659,7 @@ def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: 
         if "samples" in due and dist.rank == 0:
             generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
             with setup.amp:
-                logger.samples(step, sample(model, data.tokenizer, logger.run.prompt, 32, generator))
+                logger.samples(step, sample(model, data.tokenizer, setup.run.prompt, 32, generator))
         devices.synchronize(dist.device)  # what is left in a GPU's queue would count as time of the next step
         devices.trim_memory(dist.device)  # on a CPU, evaluations fragment the heap
     return True
@@ -862,13 +677,13 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
         SystemExit: a signal ended the run; its state is saved.
     """
     setup = distribute(load(config, dist, start))  # data and model; DDP or FSDP, and the micro-batch
-    state, loader = restore(setup)  # optimizer and counters; training data
-    graphs = record_step(setup, state, loader.grad_accum)
-    run, schedule = describe_run(setup, graphs), setup.schedule
+    state, loader = initial_state(setup)  # optimizer and counters; training data
+    setup = record_step(setup, state, loader.grad_accum)  # CUDA graphs, where they are faster
+    run, schedule = setup.run, setup.run.schedule
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, dist.rank)  # writes in a thread
+    checkpoints = CheckpointManager(run, stop, logger.sync, logger.evaluations, dist.rank)  # writes in a thread
     print_header(run, dist, loader.B, loader.rows_per_epoch, loader.row)
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
@@ -894,30 +709,33 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
 
             lr = get_lr(state.step, config, state.progress)
             set_lr(state.optimizer, lr)
-            result = train_step(setup.train_model, state, loader, schedule, stop, setup.amp, clock, graphs)
+            started = time.perf_counter()
+            result = train_step(setup, state, loader, stop, clock)
             if result is None:
                 break  # a signal: nothing was applied
 
-            skipped = state.count_skipped(result.loss, result.norm)  # why the step was not applied, or None
-            begins_cooldown = schedule.is_cooldown_next(state)
-            logger.step(state, result.loss, lr, result.norm, result.seconds, skipped, begins_cooldown)
+            values, progress = result
+            seconds = time.perf_counter() - started  # of the step alone, without evaluation, logging and checkpoints
+            logged = {"train": values.loss, "lr": lr, "norm": values.norm, "seconds": seconds}  # in log.txt, by name
+            skip_reason = state.skip_reason(values.loss, values.norm)  # None if the step was applied
+            logger.step(state, logged, skip_reason, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.end_long_waits()  # everything is compiled: a rank that takes much longer now is lost
-            state.advance(result.progress, clock.seconds(), config.total_batch_size, loader.row)
+            state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
-    finish(setup, run, state, loader, checkpoints, clock)
+    finish(setup, state, loader, checkpoints, clock)
     return state
 
 
 def finish(
-    setup: Setup, run: RunInfo, state: TrainState, loader: DataLoaderLite, checkpoints: CheckpointManager, clock: Clock
+    setup: Setup, state: TrainState, loader: DataLoaderLite, checkpoints: CheckpointManager, clock: Clock
 ) -> None:
     """Prints the summary of a run that has finished: with --text and --demo, also a text by its best model."""
-    config, dist, texts = setup.config, setup.dist, list[str]()
+    run, config, dist, texts = setup.run, setup.run.config, setup.dist, list[str]()
     better = checkpoints.better_than(state.step) if dist.rank == 0 else None  # another checkpoint, known to be better
-    if config.has_preset:
+    if config.is_demo_or_text:
         with fsdp.full_weights(setup.eval_model, setup.model), setup.amp:
             if dist.rank == 0:
                 writer: Any = setup.eval_model
@@ -925,8 +743,195 @@ def finish(
                     writer = GPT.from_pretrained(better, verify=False).to(dist.device)
                 generator = devices.seeded_generator(dist.device, config.seed)
                 tokens = clock.tokens_of_last_text(most=150, step_tokens=config.total_batch_size // dist.world_size)
-                texts = sample(writer.eval(), setup.data.tokenizer, run.prompt, tokens, generator, temperature=0.8, n=1)
-    print_summary(run, dist, state, loader.passes, checkpoints.values["val"], better, texts, RECIPES["fast"])
+                texts = sample(writer.eval(), run.data.tokenizer, run.prompt, tokens, generator, temperature=0.8, n=1)
+    print_summary(run, dist, state, loader.passes, checkpoints.evaluations["val"], better, texts)
+
+
+# -----------------------------------------------------------------------------
+# What a run starts from
+
+
+def resolve(start: Start) -> TrainConfig:
+    """Returns the configuration that a run starts with. Flags that nothing sets are computed here, or have a default.
+
+    Raises:
+        UserError: some values contradict each other.
+    """
+    flags = start.merged_flags()
+    flags.setdefault("decay_steps", flags["max_steps"])
+    flags.setdefault("min_lr", flags["max_lr"] / (50 if flags["schedule"] == "wsd" else 10))
+    if flags.get("minutes"):  # None: at each quarter of the time
+        flags = dict.fromkeys(("val_every", "sample_every", "checkpoint_every")) | flags
+    config = TrainConfig(**flags)
+    config.check()
+    return config
+
+
+def new_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """Makes the model that the flags describe, with random weights."""
+    sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
+    return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
+
+
+def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GPT:
+    """Makes the model that this process starts from, on the CPU, with random, pretrained or a checkpoint's weights."""
+    path = start.checkpoint.path if start.checkpoint else None
+    # a LoRA checkpoint has merged weights: the frozen ones come from --init-from, LoRA's matrices from adapter/
+    source = path if path and not config.lora_rank else config.init_from
+    if source is None:
+        torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
+        model = new_model(config, tokenizer.vocab_size)
+    else:
+        model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
+        huggingface.check_fits(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
+        if config.block_size < model.config.block_size:
+            model.crop(config.block_size)
+    if config.lora_rank:
+        lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, path)
+    return model
+
+
+def open_data(config: TrainConfig, start: Start, dist: Distributed) -> TokenData:
+    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
+
+    Raises:
+        UserError: a check failed.
+    """
+    validates = config.val_every != 0
+    data = TokenData.open(config.data, validates, start.first_model(config))
+    data.check_rows(config.block_size, config.step_rows, config.val_tokens if validates else None, config.shuffle)
+    memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
+    return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run before its first step, on this rank."""
+
+    run: RunInfo  # configuration, data, model: what the header, the log and checkpoints are written from
+    dist: Distributed
+    examples: Sequence[hellaswag.Example]  # of HellaSwag
+    # One model, of which there may be three forms:
+    model: GPT  # the modules whose weights are trained and saved
+    # What evaluations call. It may be compiled: calls run the compiled graph, but methods such as generate() run uncompiled.
+    # With FSDP, it is a copy of `model` without weights, which has them all within `full_weights`.
+    eval_model: nn.Module
+    train_model: (
+        nn.Module
+    )  # what a step calls: eval_model, DDP around it, or an FSDP model that shards the weights of `model`
+    graphs: cuda_graphs.StepGraphs | None = None  # the step of a small model, recorded
+
+    @property
+    def amp(self) -> torch.autocast:
+        """Matrix products in bf16 or fp16; weights, norms and sums stay in fp32."""
+        return devices.autocast(self.dist.device, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return devices.DTYPES[self.run.machine.dtype]
+
+    @property
+    def layout(self) -> memory.Layout:
+        return memory.Layout.of(self.run.config, self.dtype, self.dist.world_size, self.run.machine.compiled)
+
+
+def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
+    """Loads data and model, from scratch or as `start` says: all that can fail or take long, before anything is written."""
+    machine = Machine.find(config, dist.device, dist.world_size)
+    use_fsdp = config.shards_weights(dist.world_size)
+    dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
+    # Local rank 0 runs this block before the others, which then find what it downloaded.
+    with dist.local_rank_zero_first():
+        data = open_data(config, start, dist)
+        with fsdp.weights_on_rank_zero(use_fsdp, dist.rank):  # the others get theirs from rank 0, in ShardedModel
+            model = initial_model(config, data.tokenizer, start)
+        identity = start.identify_data(data, model)
+        examples = hellaswag.load_examples(
+            config, machine.hellaswag_every, data.tokenizer, config.block_size, dist.print0
+        )
+        devices.configure_backends(dist.device, config.tf32)  # TF32, the allocator
+        if config.recompute:  # activation checkpointing
+            memory.recompute_activations(model.transformer.h)
+        eval_model: nn.Module = model
+        if use_fsdp:
+            eval_model = fsdp.without_weights(model)
+        else:
+            model.to(dist.device)
+        if machine.compiled:
+            eval_model = devices.compile(eval_model)
+    preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
+    if not all(dist.all_gather(bool(examples))):  # one node may have failed to download them
+        examples = []
+    cooldown = cooldown_start(config) if config.has_cooldown else None
+    run = RunInfo(
+        config=config, machine=machine, start=start, schedule=Schedule(config, machine.hellaswag_every, cooldown),
+        data=data, identity=identity, model=model, flops_per_token=model.flops_per_token(),
+        hellaswag_items=len(examples), hellaswag_sha256=hellaswag.sha256_of(examples),
+    )  # fmt: skip
+    return Setup(run=run, dist=dist, examples=examples, model=model, eval_model=eval_model, train_model=eval_model)
+
+
+def distribute(setup: Setup) -> Setup:
+    """Divides training among the processes, by DDP or FSDP, and finds the largest micro-batch that fits."""
+    config, machine, dist, model = setup.run.config, setup.run.machine, setup.dist, setup.model
+    use_fsdp, train_model = config.shards_weights(dist.world_size), setup.eval_model
+    shard_model = partial(fsdp.ShardedModel, device=dist.device, dtype=setup.dtype, compiled=machine.compiled)
+    if dist.world_size > 1 and not use_fsdp:
+        # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
+        train_model = DistributedDataParallel(setup.eval_model, gradient_as_bucket_view=True)
+
+    def make_trial_model() -> nn.Module:  # to try micro-batches with; its weights do not change
+        return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
+
+    sizes = memory.Sizes.of(model)
+    B = batch_size.try_batch_sizes(config, machine.batch_size, sizes, setup.layout, dist, setup.amp, make_trial_model)
+    attention = devices.describe_attention(
+        dist.device, setup.dtype, config.n_head, config.n_embd, config.block_size, config.dropout
+    )
+    if use_fsdp:  # each rank keeps a shard of every weight
+        train_model = shard_model(model)
+    run = replace(setup.run, machine=replace(machine, batch_size=B, attention=attention))
+    return replace(setup, run=run, train_model=train_model)
+
+
+def initial_state(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
+    """Returns the state of training, new or a checkpoint's, and the loader of the rows that come next."""
+    run, dist = setup.run, setup.dist
+    config, start, data = run.config, run.start, run.data
+    optimizer = setup.model.configure_optimizers(
+        config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
+        dtype=setup.dtype, adamw_lr=config.adamw_lr,
+    )  # fmt: skip
+    # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
+    scaler = torch.amp.GradScaler(dist.device.type, enabled=setup.dtype == torch.float16)
+    state = TrainState(setup.model, optimizer, scaler)
+    if start.checkpoint:
+        state.restore(start.checkpoint, run.identity, config.optimizer, start.forked)  # the model has its weights
+    B, T = run.machine.batch_size, config.block_size
+    grad_accum = config.step_rows // (B * dist.world_size)  # micro-batches per step
+    loader = DataLoaderLite(data.train, B, T, data.tokenizer.vocab_size, dist, grad_accum, config.shuffle, config.seed)
+    loader.seek(state.row)
+    if start.forked:  # its schedule may be a different one
+        state.progress = run.schedule.progress(state.step, run.schedule.time_used(state.seconds), loader.passes)
+    return state, loader
+
+
+def record_step(setup: Setup, state: TrainState, grad_accum: int) -> Setup:
+    """Records the step of a small model as CUDA graphs, if its kernels take less time than the host needs to launch them."""
+    run, device, optimizer = setup.run, setup.dist.device, state.optimizer
+    config, B = run.config, run.machine.batch_size
+    are_faster = cuda_graphs.are_faster(memory.Sizes.of(setup.model), setup.layout, B, device)
+    if not (config.cuda_graphs and are_faster and torch_private.skips_steps(optimizer)):
+        return setup
+    micro_step = partial(forward_backward, setup.train_model, grad_accum=grad_accum, scaler=state.scaler, amp=setup.amp)
+    update = partial(step_if_finite, optimizer)
+    graphs = cuda_graphs.record_step(micro_step, update, optimizer, B, config.block_size, device)
+    machine = replace(run.machine, cuda_graphs=graphs is not None)
+    return replace(setup, run=replace(run, machine=machine), graphs=graphs)
+
+
+# -----------------------------------------------------------------------------
+# The command line
 
 
 @report_lost_processes()
@@ -939,14 +944,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = Start.find(cli_flags, TABLES, dist, plan_options.plan)
     config = resolve(start)
     if start.resumed and dist.once(partial(run_folder.has_finished, config.out, start.resumed.step)):
-        return print_finished(config, start, RECIPES["fast"], dist.print0)
+        return print_finished(config, start, dist.print0)
     if plan_options.plan:
         return plan.print_report(plan_options, config, new_model, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if start.needs_measurement(config):  # times models to find what suits the time
         with devices.report_errors():
-            start.layers["--minutes"] = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
+            measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
+        start = start.with_layer("--minutes", measured)
         config = resolve(start)
     exit_code: int | str | None = 0
     try:

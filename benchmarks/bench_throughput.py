@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 import train_gpt2
 from support.checkpoints.start import Start
+from support.data import shards
 from support.optim import loss
 from support.runtime import cuda_graphs, devices
 from support.runtime.distributed import Distributed
@@ -99,7 +100,7 @@ def worker(job: Job) -> dict[str, Any]:
         tokenizer = SimpleNamespace(
             name="bytes", is_gpt2=False, vocab_size=vocab_size(job.model), eot=0, count_bytes=len
         )
-        train_gpt2.shards.read_tokenizer = lambda *folders: tokenizer
+        shards.read_tokenizer = lambda *folders: tokenizer
         switch_off(job.without)
         chunked, add_product = [], loss._add_product_  # not counted by a mock, which would keep the tensors
         loss._add_product_ = lambda *tensors: chunked.append(True) or add_product(*tensors)
@@ -111,7 +112,7 @@ def worker(job: Job) -> dict[str, Any]:
         def timed_step(*args: Any) -> Any:
             started, loading[0] = time.perf_counter(), 0.0
             answer = step(*args)
-            times.append((started, time.perf_counter(), loading[0], answer[0]))
+            times.append((started, time.perf_counter(), loading[0], answer[0].loss))
             rows[0] = args[2].B
             if len(times) == job.warm_up and dist.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -188,11 +189,12 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how, **_: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, *_: Any) -> Any:
-        started = time.perf_counter()
+    def step(setup: Any, state: Any, loader: Any, stop: Any, clock: Any) -> Any:
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
-        loss, norm = plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"])
-        return train_gpt2.StepResult(loss, norm, progress=0.0, seconds=time.perf_counter() - started)
+        loss, norm = plain_step(
+            setup.train_model, state.optimizer, batches, setup.amp, state.optimizer.param_groups[0]["lr"]
+        )
+        return train_gpt2.StepValues(loss, norm, stop_requests=0.0, time_used=0.0), 0.0
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
     cuda_graphs.are_faster = lambda *_: False

@@ -71,6 +71,7 @@ import train_gpt2
 from fineweb import make_shards
 from support.cli import UserError, run_cli
 from support.console.log import read_log
+from support.data import shards
 from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.optim import loss
@@ -406,7 +407,7 @@ def train_on_a_card(gb: float, flags: list[str]) -> None:
         ((gb - context) * 2**30, gb * 2**30) if device.type == "cuda" else machine(device)
     )
     loss.chunk_rows = lambda kind, width, memory=0: rows(kind, width, min(memory, gb * 2**30))
-    train_gpt2.shards.read_tokenizer = lambda *folders: size_of_gpt2  # needs no vocabulary file
+    shards.read_tokenizer = lambda *folders: size_of_gpt2  # needs no vocabulary file
     run_cli(lambda: train_gpt2.main(flags))
     most = [memory() / 2**30 for memory in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)]
     expect(not torch.cuda.memory_stats()["num_alloc_retries"], "the allocator had to free memory and try again")

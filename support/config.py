@@ -158,7 +158,7 @@ class TrainConfig:
     # fmt: on
 
     @property
-    def has_preset(self) -> bool:
+    def is_demo_or_text(self) -> bool:
         """Whether --demo or --text chooses what other flags leave open, and makes the shards."""
         return self.demo or self.text is not None
 

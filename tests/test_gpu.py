@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,18 +186,18 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
     model = GPT(TINY).to(DEVICE)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "muon" if muon else "adamw", dtype=torch.bfloat16)
     state = TrainState(model, optimizer, torch.amp.GradScaler(DEVICE.type, enabled=False))
-    schedule = Schedule(config_on_gpu(byte_shards, tmp_path, "--max-steps", 3))
+    config, amp = config_on_gpu(byte_shards, tmp_path, "--max-steps", 3), devices.autocast(DEVICE, torch.bfloat16)
+    run = SimpleNamespace(config=config, schedule=Schedule(config))
+    setup = SimpleNamespace(run=run, dist=gpu, model=model, train_model=model, graphs=None, amp=amp)
     loader = train_gpt2.DataLoaderLite([np.arange(4096, dtype=np.uint16) % 257], 4, 16, 257, gpu, grad_accum=2)
 
-    amp = devices.autocast(DEVICE, torch.bfloat16)
-
     def step():
-        return train_gpt2.train_step(model, state, loader, schedule, StopHandler(), amp, Clock(None))
+        return train_gpt2.train_step(setup, state, loader, StopHandler(), Clock(None))[0]
 
     assert np.isfinite(step()).all()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     hook = model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * torch.inf)
-    loss, norm, _ = step()
+    loss, norm, *_ = step()
     assert np.isfinite(loss) and not np.isfinite(norm)
     weights, moments = model.state_dict(), optimizer.state_dict()
     assert all(torch.equal(weights[name], p) for name, p in before[0].items())

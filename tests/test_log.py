@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT, TINY_FLAGS, copy_project, losses, run_in_copy
 from shard_helpers import file_size_limit
 
-from support.console.log import FORMATS, LogFile, read_log
+from support.console.log import LogFile, read_log
 
 COMPLETE = """\
 0 val 10.8249
@@ -79,13 +79,14 @@ def test_a_resumed_log_is_that_of_a_run_without_interruption(tmp_path, first_ste
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fork.txt", "log.txt"]
 
 
-def test_every_declared_name_and_format_is_read_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setitem(FORMATS, "weight_norm", ".3e")
-    monkeypatch.setitem(FORMATS, "Layer 0/norm-2", ".0f")
-    path, values = tmp_path / "log.txt", dict.fromkeys(FORMATS, 3.0)
+def test_every_name_is_written_read_and_kept(tmp_path):
+    path, values = tmp_path / "log.txt", {name: 12345.6789 for name in ("train", "lr", "weight_norm", "Layer 0/norm-2")}
     write(LogFile(path), [(0, values), (1, values)])
     written = path.read_bytes()
-    assert read_log(path) == {name: {0: 3.0, 1: 3.0} for name in FORMATS}
+    assert written.startswith(
+        b"0 train 12345.678900\n0 lr 12345.679\n0 weight_norm 12345.679\n0 Layer 0/norm-2 12345.679\n1 "
+    )
+    assert {name: {*by_step} for name, by_step in read_log(path).items()} == dict.fromkeys(values, {0, 1})
     LogFile(path, 2).close()  # resumed
     LogFile(tmp_path / "fork.txt", 2, source=path).close()
     assert path.read_bytes() == (tmp_path / "fork.txt").read_bytes() == written
@@ -104,19 +105,25 @@ train_gpt2.main(["--resume", "--out", "fork"])
 
 @pytest.mark.slow
 def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
-    """Both parts of the recipe in docs/architecture.md, in a copy of the project."""
+    """Both examples of docs/architecture.md, in a copy of the project."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    declared, written = re.search(r"gradient scale, for\s+example, is `(.+?)` and `(.+?)`", page).groups()
+    scale = re.search(r"gradient scale, for example, is\s+`(.+?)`", page)[1]
+    field, value, norm = re.search(
+        r"for example, `(.+?)` is one more.+?`(set.+?)`.+?and `(.+?)` the entry", page, re.S
+    ).groups()
     tree = tmp_path / "tree"
     copy_project(tree)
-    for file, before, new in (("log", "FORMATS = {", declared), ("run_logger", "log.write(step, {", written)):
-        path = tree / "support" / "console" / f"{file}.py"
-        at = path.read_text().index(before) + len(before)
-        path.write_text(f"{path.read_text()[:at]}{new}, {path.read_text()[at:]}")
+    trainer = (tree / "train_gpt2.py").read_text()
+    trainer = re.sub(r"(    time_used: Any.*\n)", rf"\1    {field}\n", trainer)
+    trainer = re.sub(r"( own = StepValues\(.*)\)\n", rf"\1, {value})\n", trainer)
+    trainer = re.sub(r"( logged = \{.*)\}", rf"\1, {scale}, {norm}}}", trainer)
+    (tree / "train_gpt2.py").write_text(trainer)
     flags = [*TINY_FLAGS, "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2]
     run_in_copy(USE, tree, *map(str, flags))
     for out, steps in (("run", 4), ("fork", 5)):
         assert losses(tree / out / "log.txt", "grad_scale") == [1.0] * steps  # in fp32
+        norms = losses(tree / out / "log.txt", "embedding_norm")
+        assert len(set(norms)) == steps and norms[0] == pytest.approx(0.02 * (257 * 32) ** 0.5, rel=0.02)  # at first
         assert len(losses(tree / out / "log.txt")) == steps
 
 

@@ -178,7 +178,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints, kept = manager_of(tmp_path, "--keep", 2), []
     for step in (10, 20, 25, 30, 40, 50):
         if step in values:
-            checkpoints.values["val"][step] = values[step]
+            checkpoints.evaluations["val"][step] = values[step]
         kept.append(save_one(checkpoints, step))
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
     # a resume with another --val-every drops values from its log
@@ -190,11 +190,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_only_losses_over_the_same_tokens_are_compared(tmp_path):
     """The loss of 1.0 is of another validation: --keep 1 has no reason to keep it."""
     other = manager_of(tmp_path, "--total-batch-size", 512)
-    other.values["val"][10] = 1.0
+    other.evaluations["val"][10] = 1.0
     save_one(other, 10)
     checkpoints = manager_of(tmp_path, "--keep", 1)
     for step, loss in ((20, 2.0), (30, 3.0)):
-        checkpoints.values["val"][step] = loss
+        checkpoints.evaluations["val"][step] = loss
         kept = save_one(checkpoints, step)
     assert kept == [20, 30]
 
@@ -203,7 +203,7 @@ def test_the_loss_of_a_checkpoint_counts_wherever_it_was_measured(tmp_path):
     """A stop in a validation saves a checkpoint without its loss; the resumed run measures it."""
     save_one(manager_of(tmp_path), 10)
     checkpoints = manager_of(tmp_path, "--keep", 1)
-    checkpoints.values["val"].update({10: 2.0, 20: 3.0})
+    checkpoints.evaluations["val"].update({10: 2.0, 20: 3.0})
     assert save_one(checkpoints, 20) == [10, 20]
 
 
@@ -213,9 +213,9 @@ def test_a_checkpoint_is_better_only_if_both_losses_are_known(tmp_path):
     for step in (1, 2, 3):
         save_one(checkpoints, step)
     assert checkpoints.better_than(3) is None
-    checkpoints.values["val"].update({1: 2.0, 2: 2.0})
+    checkpoints.evaluations["val"].update({1: 2.0, 2: 2.0})
     assert checkpoints.better_than(3) is None
-    checkpoints.values["val"].update({3: 3.0, 5: 1.0})
+    checkpoints.evaluations["val"].update({3: 3.0, 5: 1.0})
     assert checkpoints.better_than(3) == tmp_path / "model_00002"
     assert checkpoints.better_than(5) is None  # it is not saved, and better than those that are
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_is_better_only_if_both_losses_are_known(tmp_path):
 def test_a_loss_that_is_not_finite_is_the_worst(tmp_path):
     checkpoints = manager_of(tmp_path, "--keep", 1)
     for step, loss in ((10, 5.0), (20, math.nan), (30, math.nan)):
-        checkpoints.values["val"][step] = loss
+        checkpoints.evaluations["val"][step] = loss
         kept = save_one(checkpoints, step)
     assert kept == [10, 30] and checkpoints.better_than(30) == tmp_path / "model_00010"
 

@@ -28,7 +28,7 @@ from support.sizing.presets import (
     vocab_size_for,
 )
 from support.terminal import on_one_line
-from train_gpt2 import GPT, MODELS, RECIPES, GPTConfig, train
+from train_gpt2 import GPT, MODELS, RECIPES, TABLES, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()
@@ -119,7 +119,7 @@ def test_a_run_that_is_made_longer_gets_the_flags_for_its_passes(passes, flags, 
     of_run = dict(text="a", weight_decay=0.4, minutes=4.0, max_passes=10.0)
     config = replace(config_with(recipe="fast", total_batch_size=1024), **of_run | flags)
     expected = {} if times is None else {"minutes": f"{4 * times:.1f}".removesuffix(".0"), **expected}
-    assert longer_run(config, {"weight_decay": "--text"}, passes, RECIPES["fast"]) == expected
+    assert longer_run(config, {"weight_decay": "--text"}, passes, TABLES) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_run_that_is_made_longer_gets_the_flags_for_its_passes(passes, flags, 
 def test_a_run_that_is_made_longer_keeps_the_weight_decay_that_its_user_chose(source, expected):
     """By hand: with steps of 16,384 tokens, a new run has weight decay 0.1 up to five passes, 0.3 at six and 0.5 at seven."""
     config = replace(config_with(recipe="fast", total_batch_size=16384), text="a", weight_decay=0.3)
-    longer = longer_run(config, {"weight_decay": source}, 3.5, RECIPES["fast"])
+    longer = longer_run(config, {"weight_decay": source}, 3.5, TABLES)
     assert longer == {"max_steps": 2 * 19073} | ({"weight_decay": expected} if expected else {})
 
 

@@ -71,7 +71,9 @@ def test_mfu_counts_all_gpus(tmp_path, monkeypatch):
     calls = dict(print0=lines.append, failing_together=nullcontext)
     dist = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"), **calls)
     logger = RunLogger(run_info("--out", tmp_path), dist)
-    logger.step(TrainState(None, None, None, step=0), 1.0, 1e-3, 1.0, 0.5, None, False)
+    logger.step(
+        TrainState(None, None, None, step=0), {"train": 1.0, "lr": 1e-3, "norm": 1.0, "seconds": 0.5}, None, False
+    )
     assert lines[-1].endswith(f"| tok/sec: 512.00 | mfu: {256 / 0.5 * FLOPS_PER_TOKEN / 2e9:.1%}")
 
 
@@ -121,7 +123,7 @@ def lines_about_progress(logger, fake, steps, seconds):
         fake.now += 30.0 * evaluated
         logger.print_progress(state, evaluated)
         fake.now += seconds + 100.0 * (step == logger.first_step)
-        logger.step(state, 1.0, 1e-3, 1.0, seconds, None, False)
+        logger.step(state, {"train": 1.0, "lr": 1e-3, "norm": 1.0, "seconds": seconds}, None, False)
         state.advance(0.0, fake.now, 256, 0)
     return lines
 

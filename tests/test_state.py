@@ -76,7 +76,7 @@ def new_state(scale: float | None = None) -> TrainState:
 def test_skipped_steps_are_counted(scale, loss, norm, bad_steps, overflows, message):
     state = new_state(scale)
     state.bad_steps = 1
-    answer = state.count_skipped(loss, norm)
+    answer = state.skip_reason(loss, norm)
     assert (state.bad_steps, state.overflows) == (bad_steps, overflows)
     assert (answer is None) if message is None else message in answer
 
@@ -90,7 +90,7 @@ def content():
     state = new_state(scale=8.0)
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
-    state.count_skipped(1.0, float("inf"))
+    state.skip_reason(1.0, float("inf"))
     state.advance(0.25, 8.0, 640, 10)
     content = state.trainer_file("a", {"seed": 1, "optimizer": "adamw"}, {"seed": "default"}, DATA)
     state.optimizer.step()

@@ -29,10 +29,8 @@ from support.cli import warn
 from support.console import run_logger
 from support.console.progress import print_summary
 from support.runtime.schedule import Schedule
-from train_gpt2 import RECIPES
 
 COLUMNS = 80
-FAST = RECIPES["fast"]
 ESCAPE = r"\x1b\[[\d;]*[A-Za-z]"
 
 
@@ -174,7 +172,7 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
     run.__dict__["bytes_per_token"] = 2.0
     state = TrainState(None, None, None, step=6, tokens=1536)
-    print_summary(run, ONE_PROCESS, state, 1.0, val, None, ["a\nb\x1b[2Jc", "another"], FAST)
+    print_summary(run, ONE_PROCESS, state, 1.0, val, None, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -187,7 +185,7 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     resumed = replace(run, start=replace(run.start, checkpoint=SimpleNamespace(step=2, seconds=60.0, sources={})))
     resumed.__dict__["bytes_per_token"] = 2.0
     save_before_cooldown(out / "model_00004")
-    print_summary(resumed, ONE_PROCESS, state, 1.0, val, None, [], FAST)
+    print_summary(resumed, ONE_PROCESS, state, 1.0, val, None, [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     fork = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer' --max-steps 12"
@@ -217,7 +215,7 @@ def test_the_command_for_a_longer_run_on_a_text_has_the_flags_for_its_passes(
     run = replace(run, config=config, schedule=Schedule(config))
     run.__dict__["bytes_per_token"] = 1.0
     state = TrainState(None, None, None, step=6, tokens=1536)
-    print_summary(run, ONE_PROCESS, state, passes, {6: 4.0}, None, [], FAST)
+    print_summary(run, ONE_PROCESS, state, passes, {6: 4.0}, None, [])
     lines = capsys.readouterr().out.splitlines()
     printed = " ".join(" ".join(lines).split())
     assert ("the data has been read" in printed) == (note is not None) and (note or "") in printed
@@ -232,7 +230,7 @@ def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout)
         (out / f"model_0000{step}").mkdir(parents=True)
     run = run_info("--out", out, "--max-steps", 6, "--dropout", dropout)
     state = TrainState(None, None, None, step=6, tokens=1536)
-    print_summary(run, ONE_PROCESS, state, passes, {0: 5.0, 3: 3.0, 6: 4.0}, out / "model_00003", [], FAST)
+    print_summary(run, ONE_PROCESS, state, passes, {0: 5.0, 3: 3.0, 6: 4.0}, out / "model_00003", [])
     printed = capsys.readouterr().out
     assert f"next    python sample.py --model {out}/model_00003\n" in printed and "longer" not in printed
     words = " ".join(printed.split())
@@ -248,7 +246,7 @@ def test_a_demo_on_a_busy_machine_says_that_a_free_one_takes_more_steps(tmp_path
         config = replace(config_of("--out", tmp_path), demo=True, **of_demo)
         run = replace(run_info(), config=replace(config, total_batch_size=2048), schedule=Schedule(config))
         run.__dict__["bytes_per_token"] = 1.0
-        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), 1.0, {step: 4.0}, None, [], FAST)
+        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), 1.0, {step: 4.0}, None, [])
         out = " ".join(capsys.readouterr().out.split())
         note = f"this run took {step:,} of 2,048, so its loss is higher: docs/normal.md has examples"
         assert (note in out) == expected

@@ -124,7 +124,7 @@ def gpt2_shards(tmp_path, monkeypatch):
         def decode(self, ids):
             return f"{len(ids)} tokens"
 
-    monkeypatch.setattr(train_gpt2.shards, "read_tokenizer", lambda *folders: Gpt2Sized())
+    monkeypatch.setattr(shards, "read_tokenizer", lambda *folders: Gpt2Sized())
     data = tmp_path / "edu_fineweb10B"
     data.mkdir()
     rng = np.random.default_rng(0)

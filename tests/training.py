@@ -27,7 +27,7 @@ from train_gpt2 import GPT, TABLES, GPTConfig, cooldown_start, resolve, train
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
 FP32 = torch.autocast("cpu", enabled=False)
-NEW_RUN = Start()  # where it does not matter which flags were given
+NEW_RUN = Start(tables=TABLES)  # where it does not matter which flags were given
 compile_graphs = partial(torch.compile, backend="aot_eager")  # torch.compile's graphs, without Inductor's code for them
 
 
@@ -57,7 +57,7 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     data = TokenData("data", [], [], BytesTokenizer())
     identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
     config, start = configure([*TINY_FLAGS, *map(str, flags)])
-    start = Start(start.layers, checkpoint, forked=config.fork is not None)
+    start = replace(start, checkpoint=checkpoint, forked=config.fork is not None)
     model = GPT(replace(TINY, dropout=config.dropout))
     run = RunInfo(
         config=config, machine=Machine.find(config, ONE_PROCESS.device, 1), start=start, schedule=schedule_of(config),

@@ -55,16 +55,16 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], values: Mapping[str, Mapping[int, float]],
-        rank: int = 0,
+        self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None],
+        evaluations: Mapping[str, Mapping[int, float]], rank: int = 0,
     ):  # fmt: skip
         """Saves nothing yet.
 
         Args:
             sync_log: waits until everything logged so far is on the disk.
-            values: comparable validation losses ("val") and HellaSwag scores ("hella") by step, of earlier processes, too.
+            evaluations: comparable validation losses ("val") and HellaSwag scores ("hella") by step, of earlier processes, too.
         """
-        self.run, self.stop, self.sync_log, self.values, self.rank = run, stop, sync_log, values, rank
+        self.run, self.stop, self.sync_log, self.evaluations, self.rank = run, stop, sync_log, evaluations, rank
         self.out = Path(run.config.out)
         # the last step that `save` was asked to save, 0 if there is none; the same on all ranks
         self._last_step = 0 if run.forked else run.first_step
@@ -96,7 +96,7 @@ class CheckpointManager:
         trainer_file = train_state.trainer_file(
             run.id, run.config.to_dict(), run.start.sources, run.identity, keep=self.rank == 0
         )
-        card_of = run, step, train_state.tokens, dict(self.values["val"]), dict(self.values["hella"])
+        card_of = run, step, train_state.tokens, dict(self.evaluations["val"]), dict(self.evaluations["hella"])
         devices.trim_memory(next(train_state.model.parameters()).device)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
             return
@@ -181,8 +181,8 @@ class CheckpointManager:
         directory = checkpoint_path(self.out, step)
         try:
             facts: dict[str, Any] = {"before_cooldown": before_cooldown}
-            if step in self.values["val"]:
-                facts |= {"val": self.values["val"][step], "comparable": self.run.comparable["val"]}
+            if step in self.evaluations["val"]:
+                facts |= {"val": self.evaluations["val"][step], "comparable": self.run.comparable["val"]}
             write_checkpoint(directory, write_files, **facts)
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
@@ -232,7 +232,7 @@ class CheckpointManager:
 
     def better_than(self, step: int) -> Path | None:
         """Returns the best checkpoint in --out, if it is known to be better than the model of a step; None if not."""
-        loss, best = self.values["val"].get(step), self._best()
+        loss, best = self.evaluations["val"].get(step), self._best()
         best_loss = self._validation_loss(best) if best else None
         if loss is None or best_loss is None:
             return None
@@ -250,7 +250,7 @@ class CheckpointManager:
         If a run stops during a validation, its checkpoint has no loss, and the resumed run measures it. What the log has
         lost, `checkpoint.json` still has.
         """
-        loss = self.values["val"].get(step_of(checkpoint))
+        loss = self.evaluations["val"].get(step_of(checkpoint))
         if loss is None:
             loss = read_validation_loss(checkpoint, self.run.comparable["val"])
         return loss

@@ -30,7 +30,7 @@ def prepare(config: TrainConfig, start: Start) -> None:
     """
     checkpoint = start.checkpoint
     check_folder(config, start.resumed)
-    if config.has_preset:
+    if config.is_demo_or_text:
         in_out = Path(config.data) == Path(config.out) / "data"
         has_own_shards = start.forked and in_out
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards

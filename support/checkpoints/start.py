@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,10 @@ LENGTH_FLAGS = {"max_steps", "minutes"}
 class Start:
     """How a process starts: a new run, one that is resumed, or one that begins with a checkpoint of another run."""
 
-    layers: Layers = field(
-        default_factory=lambda: {name: {} for name in LAYERS}
-    )  # the values of flags, by their source
+    layers: Layers = field(default_factory=lambda: {name: {} for name in LAYERS})  # values of flags, by source
     checkpoint: Checkpoint | None = None  # of the run that is resumed or forked
     forked: bool = False
+    tables: Tables = field(default_factory=dict)  # of models and recipes
 
     @classmethod
     def find(cls, cli_flags: Mapping[str, Any], tables: Tables, dist: Distributed, planned: bool = False) -> Start:
@@ -52,21 +51,24 @@ class Start:
         Raises:
             UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
         """
-        start = _start(dict(cli_flags), tables["recipe"]["fast"], dist, planned)
+        start = replace(_start(dict(cli_flags), tables["recipe"]["fast"], dist, planned), tables=tables)
         for name, table in tables.items():
-            start.layers[flag_name(name)] = table[start.flags.get(name, TRAIN_FLAGS[name].default)]
-        if not start.resumed and (minutes := start.flags.get("minutes")):
+            start.layers[flag_name(name)] = table[start.merged_flags().get(name, TRAIN_FLAGS[name].default)]
+        if not start.resumed and (minutes := start.merged_flags().get("minutes")):
             why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
             if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
                 raise UserError(*(f"{flag} {why}" for flag in counted))
         if start.checkpoint and not planned:
-            dist.once(lambda: check_installed(start.flags))  # its flags are known only now
+            dist.once(lambda: check_installed(start.merged_flags()))  # its flags are known only now
         return start
 
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The value of each flag, from the strongest layer that has it."""
+    def merged_flags(self) -> dict[str, Any]:
+        """Returns the value of each flag that a layer has, from the strongest one, as a new dict."""
         return merge(self.layers)
+
+    def with_layer(self, name: str, flags: Mapping[str, Any]) -> Start:
+        """Returns the same start with a layer replaced."""
+        return replace(self, layers=self.layers | {name: flags})
 
     @property
     def resumed(self) -> Checkpoint | None:

@@ -54,7 +54,7 @@ class TrainState(Position):
         self.step, self.seconds, self.tokens, self.row = self.step + 1, seconds, self.tokens + tokens, row
         self.last_progress, self.progress = self.progress, progress
 
-    def count_skipped(self, loss: float, norm: float) -> str | None:
+    def skip_reason(self, loss: float, norm: float) -> str | None:
         """Counts skipped steps; returns why this step was not applied, or None if it was."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0

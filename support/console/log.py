@@ -24,7 +24,7 @@ from support.cli import describe_error, warn
 from support.files import atomic_write
 
 LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  # a name may have any characters
-FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".8g", "seconds": ".8g"}
+FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}  # of all others: ".8g"
 
 
 def read_log(path: Path, finite: bool = True) -> dict[str, dict[int, float]]:
@@ -72,12 +72,14 @@ class LogFile:
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a step's values; their names are in FORMATS."""
+        """Writes a step's values, by name."""
         if self._file is None:
             return
         try:
             with self._lock:
-                self._pending += "".join(f"{step} {name} {x:{FORMATS[name]}}\n" for name, x in values.items()).encode()
+                self._pending += "".join(
+                    f"{step} {name} {x:{FORMATS.get(name, '.8g')}}\n" for name, x in values.items()
+                ).encode()
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -138,7 +138,7 @@ def describe_choices(run: RunInfo) -> str:
 
 def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> Iterator[str]:
     """Yields what is probably not meant in a run of --max-steps, and what to do."""
-    config, from_text = run.config, run.config.has_preset
+    config, from_text = run.config, run.config.is_demo_or_text
     if config.warmup_steps >= config.max_steps:
         advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
         yield (
@@ -171,7 +171,7 @@ def _shown(value: object) -> object:
 
 def print_summary(
     run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], better: Path | None,
-    texts: Sequence[str], fast_recipe: Mapping[str, Any],
+    texts: Sequence[str],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
@@ -180,7 +180,6 @@ def print_summary(
         val: comparable validation losses by step.
         better: the best checkpoint, if it is better than the last model.
         texts: samples that continue the run's prompt; the first one is shown.
-        fast_recipe: the numbers of --recipe fast.
     """
     if dist.rank > 0:
         return
@@ -218,29 +217,28 @@ def print_summary(
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
         if better is None:
-            lines += describe_longer_run(config.out, presets.longer_run(config, run.start.sources, passes, fast_recipe))
+            lines += describe_longer_run(config, run.start, passes)
     print_lines("\n" + "\n".join(lines))
 
 
-def print_finished(
-    config: TrainConfig, start: Start, fast_recipe: Mapping[str, Any], print0: Callable[[str], None]
-) -> None:
+def print_finished(config: TrainConfig, start: Start, print0: Callable[[str], None]) -> None:
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     assert start.resumed
     done = labelled("done", f"this run has finished; its last checkpoint is {start.resumed.path}")
-    longer = presets.longer_run(config, start.sources, start.resumed.passes, fast_recipe)
-    print0("\n".join([done, *describe_longer_run(config.out, longer)]))
+    print0("\n".join([done, *describe_longer_run(config, start, start.resumed.passes)]))
 
 
-def describe_longer_run(out: str, longer: Mapping[str, Any]) -> list[str]:
-    """Returns a line with the command that makes a finished run longer; none without a checkpoint to fork.
+def describe_longer_run(config: TrainConfig, start: Start, passes: float) -> list[str]:
+    """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
+    checkpoint to fork.
 
     Args:
-        longer: the flags of the longer run, from `presets.longer_run`; none if it gains nothing.
+        passes: over its data, so far.
     """
-    longer_from = newest_before_cooldown(out)
+    longer_from = newest_before_cooldown(config.out)
+    longer = presets.longer_run(config, start.sources, passes, start.tables)
     if longer_from is None or not longer:
         return []
-    words = ["--fork", shlex.quote(str(longer_from)), "--out", shlex.quote(first_free(f"{out}_longer"))]
+    words = ["--fork", shlex.quote(str(longer_from)), "--out", shlex.quote(first_free(f"{config.out}_longer"))]
     words += [flag_words(name, value) for name, value in longer.items()]
     return [f"longer  python train_gpt2.py {' '.join(words)}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +69,7 @@ class RunLogger:
             self._trackers = Trackers(start_trackers(run.config, self.first_step) if dist.rank == 0 else [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
         self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
-        self.log, self.values = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
+        self.log, self.evaluations = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
             self._continue_files(folder, dist)
         self._curves = CurvesFile(folder)
@@ -101,8 +101,8 @@ class RunLogger:
         except OSError as error:
             warn(f"cannot write {folder / FILE} ({describe_error(error, folder)}).")
         self.log, logged = LogFile(path, first_step, source), read_log(path)
-        for name in self.values:
-            self.values[name] = comparable_values(name, logged[name], [*earlier, start])
+        for name in self.evaluations:
+            self.evaluations[name] = comparable_values(name, logged[name], [*earlier, start])
 
     def _write_starts(self, folder: Path) -> None:
         if self._starts:
@@ -119,8 +119,8 @@ class RunLogger:
         if loss is None:
             return
         self._evaluation(step, "val", loss)
-        if (best := argmin_loss(self.values["val"])) is not None:
-            self._trackers.log(step, {"loss/best_val": self.values["val"][best]})
+        if (best := argmin_loss(self.evaluations["val"])) is not None:
+            self._trackers.log(step, {"loss/best_val": self.evaluations["val"][best]})
         self.print0(
             terminal.styled(
                 f"step {step:5d} | val loss: {loss:.4f} over {self.run.validated_tokens:,} tokens", terminal.BOLD
@@ -144,30 +144,33 @@ class RunLogger:
             self.print0(terminal.styled(terminal.fit_lines(line, 2), terminal.CYAN))
 
     def step(
-        self, state: TrainState, loss: float, lr: float, norm: float, dt: float, skipped: str | None,
-        begins_cooldown: bool,
-    ) -> None:  # fmt: skip
-        """Reports a step that took `dt` seconds; `skipped` says why it was not applied.
+        self, state: TrainState, logged: Mapping[str, float], skip_reason: str | None, begins_cooldown: bool
+    ) -> None:
+        """Reports a step; `skip_reason` says why it was not applied.
 
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
+
+        Args:
+            logged: the values that are written to log.txt, by name: train (the loss), lr, norm and seconds, and any others.
         """
+        loss, lr, norm, dt = (logged[name] for name in ("train", "lr", "norm", "seconds"))
         step, now = state.step, time.perf_counter()
         self._next_step = step + 1
         speed = self.config.total_batch_size / dt
         mfu = speed * self.run.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._trackers.log_value(step, "train", loss)
-        self.log.write(step, {"train": loss, "lr": lr, "norm": norm, "seconds": dt})
+        self.log.write(step, logged)
         if begins_cooldown:
             self.print0(terminal.styled(f"step {step:5d} | the cooldown begins", terminal.BOLD))
         self._bar.set_description_str(f"step {step} | loss {loss:.4f} | {speed:,.0f} tok/s", refresh=False)
         self._bar.update(self.run.schedule.fraction_done(step + 1, state.progress) - self._bar.n)
-        if skipped or self._line_due(step, now):
+        if skip_reason or self._line_due(step, now):
             self._line_shown = now
             line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
             line += f" | tok/sec: {speed:.2f}" + (f" | mfu: {mfu:.1%}" if mfu is not None else "")
             self.print0(terminal.fit_fields(line))
-        if skipped:
-            self.print0(terminal.styled(f"step {step:5d} | {skipped}", terminal.YELLOW))
+        if skip_reason:
+            self.print0(terminal.styled(f"step {step:5d} | {skip_reason}", terminal.YELLOW))
         if step == self.first_step:
             self._first_step_ended = now
         if step == self.first_step and self.run.machine.compiled:
@@ -227,7 +230,7 @@ class RunLogger:
     def _evaluation(self, step: int, name: str, value: float) -> None:
         self._trackers.log_value(step, name, value)
         self.log.write(step, {name: value})
-        self.values[name][step] = float(f"{value:{FORMATS[name]}}")
+        self.evaluations[name][step] = float(f"{value:{FORMATS[name]}}")
         self._curves.update()
 
     def _line_due(self, step: int, now: float) -> bool:

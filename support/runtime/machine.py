@@ -37,7 +37,7 @@ class Machine:
         """
         on_gpu = device.type == "cuda"
         dtype = devices.pick_dtype(config.dtype, device)
-        compiles = on_gpu and (not config.has_preset or is_worth_compiling(config))
+        compiles = on_gpu and (not config.is_demo_or_text or is_worth_compiling(config))
         asks = compiles if config.compile is None else config.compile
         reason = devices.why_not_compile(device) if asks else None
         rows = batch_size.rows_per_rank(config, world_size)

@@ -73,9 +73,9 @@ class _TimedRun:
         self.train_tokens = presets.train_tokens(self.text_bytes, self.tokenizer)  # in a pass over the data
 
         is_pretrained = config.init_from is not None
-        self.from_scratch = config.has_preset and not (is_pretrained or config.fork)
-        self.fine_tunes = config.has_preset and is_pretrained and config.fork is None
-        self.limits_passes = config.has_preset and not is_pretrained
+        self.from_scratch = config.is_demo_or_text and not (is_pretrained or config.fork)
+        self.fine_tunes = config.is_demo_or_text and is_pretrained and config.fork is None
+        self.limits_passes = config.is_demo_or_text and not is_pretrained
         self.chooses_step = self.from_scratch and config.recipe == "fast"
         self.chooses_model = self.chooses_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
         # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
@@ -177,7 +177,7 @@ class _TimedRun:
                 f"note    there is time for only about {int(tokens / step)} steps, but a model needs hundreds to learn\n"
                 "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
-        if self.config.has_preset and 0 < most_passes < passes:
+        if self.config.is_demo_or_text and 0 < most_passes < passes:
             self.dist.print0(
                 f"note    there is time to read the data {passes:,.0f} times. The run ends after {most_passes:g}: more would\n"
                 "        only memorize it"

@@ -268,7 +268,7 @@ def report(plan: Plan) -> Iterator[str]:
     yield f"cost     {_range(least, most, ',.1f')} GPU-hours{cost}"
     if config.compile is not False:
         yield f"start    {compile_seconds(sizes.n_layer):.0f} s to compile with 16 cores, less the next time"
-    if not config.has_preset and not shards.shard_paths(config.data, "train"):
+    if not config.is_demo_or_text and not shards.shard_paths(config.data, "train"):
         yield (
             f"data     none in {config.data} yet. For FineWeb-Edu, fineweb.py downloads {format_bytes(DOWNLOAD_BYTES)}, "
             f"{DOWNLOAD_BYTES / GIGABIT / 60:.0f} minutes at 1 Gbit/s, and encodes it, {ENCODE_MINUTES} minutes with two cores. "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from support import startup
-from support.cli import print_lines
+from support.cli import Tables, print_lines
 from support.config import TrainConfig
 from support.data import shards
 from support.data.bpe import fitting_vocab_size
@@ -153,9 +153,7 @@ def most_passes(dropout: float) -> int:
     return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
-def longer_run(
-    config: TrainConfig, sources: Mapping[str, str], passes: float, recipe: Mapping[str, Any]
-) -> dict[str, Any]:
+def longer_run(config: TrainConfig, sources: Mapping[str, str], passes: float, tables: Tables) -> dict[str, Any]:
     """Returns the flags of a fork that makes a finished run at most twice as long; none if that gains nothing.
 
     If it reads its text too often for the run's dropout and weight decay, it gets those of a new run of that length. A
@@ -164,10 +162,10 @@ def longer_run(
     Args:
         sources: the layer that each value came from.
         passes: over its data.
-        recipe: the numbers of --recipe fast.
+        tables: of models and recipes.
     """
     times, chosen = 2.0, dict[str, Any]()
-    if not config.has_preset or config.init_from is not None:
+    if not config.is_demo_or_text or config.init_from is not None:
         if 0 < config.max_passes <= passes:
             return {}
     else:
@@ -178,6 +176,7 @@ def longer_run(
         if dropout_for(more) > config.dropout:
             chosen["dropout"] = dropout_for(more)
         of_run = {"recipe": config.recipe, "optimizer": config.optimizer}
+        recipe = tables["recipe"]["fast"]
         fitting = fast_rates(recipe, config.total_batch_size, of_run, more).get("weight_decay", config.weight_decay)
         if sources["weight_decay"] != "command line" and not math.isclose(fitting, config.weight_decay, rel_tol=0.01):
             chosen["weight_decay"] = float(f"{fitting:.3g}")
