@@ -465,15 +465,17 @@ def get_lr(step: int, config: TrainConfig, progress: float | None = None) -> flo
         assert progress is not None
         now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - cooldown_start(config)
         ramp = max(now, TIMED_WARMUP / 10)
-    decayed = (now - warmup) / (end - warmup) if warmup <= now < end else 1.0  # a run may be longer
+    decayed = (now - warmup) / (end - warmup) if end > warmup else 1.0  # after the warm-up, from 0 to 1
     if config.schedule == "cosine":
         height = 0.5 * (1.0 + math.cos(math.pi * decayed))  # from 1 to 0
     elif config.schedule == "wsd":
-        height = min(1.0, (end - now) / cooldown) if cooldown and now < end else float(now < end)
+        height = min(1.0, (end - now) / cooldown) if cooldown else 1.0
     else:
         raise ValueError(f"get_lr has no formula for --schedule {config.schedule}")
     if now < warmup:
         return config.max_lr * ramp / warmup
+    if now >= end:  # a run may be longer than its schedule
+        return config.min_lr
     return config.min_lr + height * (config.max_lr - config.min_lr)
 
 
