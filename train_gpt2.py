@@ -50,7 +50,7 @@ TABLES = {"model": MODELS, "recipe": RECIPES}  # by the flag that chooses a row;
 
 if __name__ == "__main__":
     cli.check_command_line(CommandLine, __doc__, TABLES)  # a mistake, or --help, need not wait for the next import
-    startup.prepare("PyTorch")  # which reads in its import what this sets: how long idle threads wait
+    startup.prepare("PyTorch")  # sets how long idle threads wait, which PyTorch reads when it is imported
 
 import numpy as np
 import torch
@@ -89,7 +89,8 @@ from support.sizing import budget, plan
 class GPTConfig:
     """The shape of a model. A new field needs a flag of the same name in support/config.py: docs/change-it.md has an example.
 
-    Checkpoints then keep it, and sample.py, hellaswag.py and a resumed run have it.
+    Checkpoints then keep it, and sample.py, hellaswag.py and a resumed run have it. If it makes training different from
+    evaluation, `differs_in_training` has to say so.
     """
 
     block_size: int = 1024  # the longest context, in tokens
@@ -458,14 +459,14 @@ def get_lr(step: int, config: TrainConfig, progress: float | None = None) -> flo
     Args:
         progress: the fraction of the time that has passed; a --minutes run needs it instead of `step`.
     """
-    # in steps; in a --minutes run, all are fractions of its time. The first rate is not 0, which would waste a step
-    now, warmup, end, cooldown = map(float, (step, config.warmup_steps, config.decay_steps, cooldown_steps(config)))
-    ramp = now + 1
-    if config.minutes:
+    if config.minutes:  # all are fractions of the time
         assert progress is not None
         now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - cooldown_start(config)
-        ramp = max(now, TIMED_WARMUP / 10)
-    decayed = (now - warmup) / (end - warmup) if end > warmup else 1.0  # after the warm-up, from 0 to 1
+        ramp = max(now, TIMED_WARMUP / 10)  # the first rate is not 0, which would waste a step
+    else:  # all are steps
+        now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, cooldown_steps(config)
+        ramp = step + 1
+    decayed = min(1.0, max(0.0, (now - warmup) / max(1e-9, end - warmup)))  # from 0, in the warm-up, to 1 at the end
     if config.schedule == "cosine":
         height = 0.5 * (1.0 + math.cos(math.pi * decayed))  # from 1 to 0
     elif config.schedule == "wsd":
@@ -504,10 +505,44 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 # The training step
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run before its first step, on this rank."""
+
+    run: RunInfo  # configuration, data, model: what the header, the log and checkpoints are written from
+    dist: Distributed
+    examples: Sequence[hellaswag.Example]  # of HellaSwag
+    # One model, of which there may be three forms:
+    model: GPT  # the modules whose weights are trained and saved
+    # What evaluations call. It may be compiled: calls run the compiled graph, but methods such as generate() run uncompiled.
+    # With FSDP, it is a copy of `model` without weights, which has them all within `full_weights`.
+    eval_model: nn.Module
+    train_model: nn.Module  # what a step calls: eval_model, DDP around it, or a model that shards the weights by FSDP
+    graphs: cuda_graphs.StepGraphs | None = None  # the step of a small model, recorded
+
+    @property
+    def amp(self) -> torch.autocast:
+        """Matrix products in bf16 or fp16; weights, norms and sums stay in fp32."""
+        return devices.autocast(self.dist.device, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return devices.DTYPES[self.run.machine.dtype]
+
+    @property
+    def layout(self) -> memory.Layout:
+        return memory.Layout.of(self.run.config, self.dtype, self.dist.world_size, self.run.machine.compiled)
+
+    def with_machine(self, **found: Any) -> Setup:
+        """Returns the same setup with more of what was found out about this machine."""
+        return replace(self, run=replace(self.run, machine=replace(self.run.machine, **found)))
+
+
 class StepValues(NamedTuple):
     """What is measured in a step: tensors on the device of this rank, then means over the ranks, then numbers.
 
-    To measure more, add a field, give it a value at the end of `train_step`, and log it in `train`.
+    To measure more, add a field, give it a value at the end of `train_step`, and log it in `train`. (What is measured inside
+    the model has to be returned by its `forward` and by `forward_backward`, too.)
     """
 
     loss: Any  # before the update, the mean over the micro-steps, in nats
@@ -588,8 +623,9 @@ def train_step(
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
     # Rank 0's time is for all: with zeros from the others, the mean of world_size times that is the time itself.
-    time_used = clock.time_used() * dist.world_size if dist.rank == 0 else 0.0
-    own = StepValues(loss_accum, norm, torch.full_like(norm, stop.requested), torch.full_like(norm, time_used))
+    own_time = clock.time_used() * dist.world_size if dist.rank == 0 else 0.0
+    stop_requests, time_used = torch.full_like(norm, stop.requested), torch.full_like(norm, own_time)
+    own = StepValues(loss=loss_accum, norm=norm, stop_requests=stop_requests, time_used=time_used)
     means = own.mean_over(dist)
     finite = means.loss.isfinite() & means.norm.isfinite()
     if graphs:
@@ -806,39 +842,8 @@ def open_data(config: TrainConfig, start: Start, dist: Distributed) -> TokenData
     return data
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A run before its first step, on this rank."""
-
-    run: RunInfo  # configuration, data, model: what the header, the log and checkpoints are written from
-    dist: Distributed
-    examples: Sequence[hellaswag.Example]  # of HellaSwag
-    # One model, of which there may be three forms:
-    model: GPT  # the modules whose weights are trained and saved
-    # What evaluations call. It may be compiled: calls run the compiled graph, but methods such as generate() run uncompiled.
-    # With FSDP, it is a copy of `model` without weights, which has them all within `full_weights`.
-    eval_model: nn.Module
-    train_model: (
-        nn.Module
-    )  # what a step calls: eval_model, DDP around it, or an FSDP model that shards the weights of `model`
-    graphs: cuda_graphs.StepGraphs | None = None  # the step of a small model, recorded
-
-    @property
-    def amp(self) -> torch.autocast:
-        """Matrix products in bf16 or fp16; weights, norms and sums stay in fp32."""
-        return devices.autocast(self.dist.device, self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return devices.DTYPES[self.run.machine.dtype]
-
-    @property
-    def layout(self) -> memory.Layout:
-        return memory.Layout.of(self.run.config, self.dtype, self.dist.world_size, self.run.machine.compiled)
-
-
 def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
-    """Loads data and model, from scratch or as `start` says: all that can fail or take long, before anything is written."""
+    """Loads data and model, as `start` says: all that can fail or take long, before the run begins in its folder."""
     machine = Machine.find(config, dist.device, dist.world_size)
     use_fsdp = config.shards_weights(dist.world_size)
     dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
@@ -892,8 +897,7 @@ def distribute(setup: Setup) -> Setup:
     )
     if use_fsdp:  # each rank keeps a shard of every weight
         train_model = shard_model(model)
-    run = replace(setup.run, machine=replace(machine, batch_size=B, attention=attention))
-    return replace(setup, run=run, train_model=train_model)
+    return replace(setup.with_machine(batch_size=B, attention=attention), train_model=train_model)
 
 
 def initial_state(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
@@ -910,7 +914,7 @@ def initial_state(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
     if start.checkpoint:
         state.restore(start.checkpoint, run.identity, config.optimizer, start.forked)  # the model has its weights
     B, T = run.machine.batch_size, config.block_size
-    grad_accum = config.step_rows // (B * dist.world_size)  # micro-batches per step
+    grad_accum = batch_size.rows_per_rank(config, dist.world_size) // B  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, data.tokenizer.vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
     if start.forked:  # its schedule may be a different one
@@ -928,8 +932,7 @@ def record_step(setup: Setup, state: TrainState, grad_accum: int) -> Setup:
     micro_step = partial(forward_backward, setup.train_model, grad_accum=grad_accum, scaler=state.scaler, amp=setup.amp)
     update = partial(step_if_finite, optimizer)
     graphs = cuda_graphs.record_step(micro_step, update, optimizer, B, config.block_size, device)
-    machine = replace(run.machine, cuda_graphs=graphs is not None)
-    return replace(setup, run=replace(run, machine=machine), graphs=graphs)
+    return replace(setup.with_machine(cuda_graphs=graphs is not None), graphs=graphs)
 
 
 # -----------------------------------------------------------------------------
