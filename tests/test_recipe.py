@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from training import config_with, configure
+from training import TINY, config_with, configure
 
 from support.cli import UserError
 from support.runtime import devices
 from support.runtime.machine import Machine
-from train_gpt2 import MODELS, GPTConfig, get_lr
+from train_gpt2 import GPT, MODELS, GPTConfig, get_lr
 
 # ---- the learning rate
 
@@ -37,6 +37,15 @@ def test_schedules_by_hand(options, expected):
     base = dict(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, max_steps=300)
     for step, lr in expected.items():
         assert get_lr(step, config_with(**base | options)) == pytest.approx(lr), step
+
+
+def test_a_choice_without_code_is_an_error_before_the_first_step():
+    """Not when the warm-up ends, days later."""
+    config = replace(config_with(), schedule="new")
+    with pytest.raises(ValueError, match="no formula for --schedule new"):
+        get_lr(0, config)
+    with torch.device("meta"), pytest.raises(ValueError, match="no --optimizer new"):
+        GPT(TINY).configure_optimizers(0.1, 1e-3, (0.9, 0.95), "new")
 
 
 # ---- defaults
