@@ -62,7 +62,8 @@ class TrainConfig:
         resume="changes", choices=("newest", "auto"), nargs="?", const="newest", metavar="auto", stored=False)
     fork: str | None = MAIN(None, "start a new run in --out from the weights, optimizer state and step of this checkpoint",
         default_help="no", metavar="CHECKPOINT", per_node=True)
-    minutes: float | None = MAIN(None, "train for M minutes, however busy the machine is, instead of --max-steps",
+    minutes: float | None = MAIN(None, "train for M minutes, however busy the machine is, instead of --max-steps; with --text or --demo, the model, the "
+        "size of a step, rates and dropout suit that time",
         default_help="none", at_least=0.1, below=1e6, metavar="M", set_by="demo")
     batch_size: int | None = MAIN(None,
         "most sequences per micro-batch and device; fewer take less memory; the tokens per step stay the same",

@@ -330,6 +330,8 @@ def test_a_fork_needs_a_folder_and_an_intact_checkpoint(runs, tmp_path):
     with pytest.raises(UserError, match="is corrupt"):
         configure(["--fork", copy, "--out", tmp_path / "fork"])
     (copy / "checkpoint.json").unlink()  # it was copied in part, or comes from a hub
+    with pytest.raises(UserError, match=r"^log/model_00003 does not exist\. Check the path\.$"):  # no name on the hub
+        configure(["--fork", "log/model_00003", "--out", tmp_path / "fork"])
     with pytest.raises(UserError, match="is not a checkpoint: it has no checkpoint.json"):
         configure(["--fork", copy, "--out", tmp_path / "fork"])
     with pytest.raises(UserError, match="already contains a run"):

@@ -138,6 +138,8 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
     if problems := list(_conflicts(cli_flags, out)):
         raise UserError(*problems)
     if "fork" in cli_flags:
+        if not dist.once(lambda: Path(cli_flags["fork"]).exists(), per_node=True):  # no model of the hub
+            raise UserError(f"{cli_flags['fork']} does not exist. Check the path.")
         directory = find_once_per_node(cli_flags["fork"], dist)
         if not (directory / CONTENTS).is_file():
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")

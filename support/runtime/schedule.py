@@ -140,7 +140,7 @@ class Schedule:
             return (
                 f"{pluralize(max_steps, 'step')}: {passes:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
             )
-        since = f", of which {seconds / 60:.1f} have passed" if seconds else ""
+        since = f" ({seconds / 60:.1f} already done)" if seconds else ""
         limit = f", but at most {max_passes:g} passes" if max_passes else ""
         time = f"{minutes:g} minute{'' if minutes == 1 else 's'}{since}"
         return f"{time}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
