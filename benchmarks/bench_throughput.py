@@ -194,7 +194,8 @@ def make_plain(features: set[str]) -> None:
         loss, norm = plain_step(
             setup.train_model, state.optimizer, batches, setup.amp, state.optimizer.param_groups[0]["lr"]
         )
-        return train_gpt2.StepValues(loss, norm, stop_requests=0.0, time_used=0.0), 0.0
+        zeros = dict.fromkeys(train_gpt2.StepValues._fields, 0.0)
+        return train_gpt2.StepValues(**zeros | {"loss": loss, "norm": norm}), 0.0
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
     cuda_graphs.are_faster = lambda *_: False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,12 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code():
             for text in split_sentences(line)
         )
         assert whole or all(sentences), line
+
+
+def test_the_changes_still_apply():
+    """A slow test trains with them."""
+    for diff in fenced(ROOT / "docs" / "change-it.md", "diff"):
+        subprocess.run(["git", "apply", "--check", "-"], input=diff, cwd=ROOT, text=True, check=True)
 
 
 def test_the_table_of_what_may_happen_to_a_flag():

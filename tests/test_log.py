@@ -109,13 +109,13 @@ def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
     page = (ROOT / "docs" / "architecture.md").read_text()
     scale = re.search(r"gradient scale, for example, is\s+`(.+?)`", page)[1]
     field, value, norm = re.search(
-        r"for example, `(.+?)` is one more.+?`(embedding_norm=.+?)`.+?and `(.+?)` the entry", page, re.S
+        r"for example, `(.+?)` is one more.+?`(embedding_norm=.+?)`.+?and\s+`(.+?)` the entry", page, re.S
     ).groups()
     tree = tmp_path / "tree"
     copy_project(tree)
     trainer = (tree / "train_gpt2.py").read_text()
     trainer = re.sub(r"(    time_used: Any.*\n)", rf"\1    {field}\n", trainer)
-    trainer = re.sub(r"( own = StepValues\(.*)\)\n", rf"\1, {value})\n", trainer)
+    trainer = re.sub(r"( own = StepValues\()", rf"\1{value}, ", trainer)
     trainer = re.sub(r"( logged = \{.*)\}", rf"\1, {scale}, {norm}}}", trainer)
     (tree / "train_gpt2.py").write_text(trainer)
     flags = [*TINY_FLAGS, "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2]
