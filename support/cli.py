@@ -213,8 +213,11 @@ def words_of(arguments: Sequence[str]) -> list[str]:
     from_files = []
     for path in (Path(word[1:]) for word in arguments if word.startswith("@")):
         try:
-            text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
-            from_files += shlex.split(text)
+            text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8-sig"))
+            words = shlex.split(text)
+            if inner := next((word for word in words if word.startswith("@")), None):
+                raise ValueError(f"it names another file, {inner}")
+            from_files += words
         except (OSError, ValueError) as error:
             reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else describe_error(error)
             advice = (
