@@ -336,7 +336,9 @@ def _in_words(value: object) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. See --help.")
+        is_missing = re.search(r"expected (at least )?one argument", message)  # argparse takes the next word for a flag
+        advice = "A value that begins with - needs the form --flag=VALUE. " if is_missing else ""
+        raise UserError(f"{message}. {advice}See --help.")
 
 
 class _HelpFormatter(argparse.HelpFormatter):

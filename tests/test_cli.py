@@ -129,6 +129,7 @@ PROBLEMS = {
         ("--hidden-size.", "--n-embd?"), ("--bf16.", "--dtype?"), ("--eval-interval.", "--val-every?"),
         ("--warmup-ratio.", "--warmup-steps?"),
     ],
+    "--prompt --help": [("--prompt", "begins with - needs the form --flag=VALUE")],
     "-- --max-steps 3": [("--", "not used")],
     "--demo=yes": [("--demo", "--help")],
 }  # fmt: skip
