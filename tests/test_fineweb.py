@@ -113,7 +113,12 @@ def test_the_demo_text(tmp_path):
         ("--dataset a.txt --output out", "a.txt is a path on this machine. Pass it with --input"),
         ("--dataset empty --output out", "empty is a path on this machine. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "--max-tokens is '1.5'. It must be a whole number"),
-        ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of type .txt"),
+        (
+            "--input a.txt link.txt --output out",
+            "nowhere.txt, which does not exist. Restore that file, or remove the link.",
+        ),
+        ("--input a.txt fifo.txt --output out", "fifo.txt is a pipe or a device. Use a file, or leave it out."),
+        ("--input broken --output out", "error: broken/deep/b.txt points to /"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
@@ -130,6 +135,9 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
+    (tmp_path / "broken" / "deep").mkdir(parents=True)
+    (tmp_path / "broken" / "a.txt").write_text("hello " * 100)
+    (tmp_path / "broken" / "deep" / "b.txt").symlink_to("nowhere.txt")
     os.mkfifo(tmp_path / "fifo.txt")
     pa.parquet.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 999)[:-20])

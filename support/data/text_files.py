@@ -50,7 +50,7 @@ def compression(path: Path) -> str | None:
 
 
 def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
-    """Returns the files with a `text_suffix` below a folder, and those that are skipped.
+    """Returns the paths with a `text_suffix` below a folder, except folders, and the files that are skipped.
 
     Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Folders of
     runs and shards, which have a lock file, are in neither list.
@@ -67,7 +67,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         folders[:] = [f for f in folders if f[0] != "." and not os.path.exists(os.path.join(parent, f, LOCK))]
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
     in_hidden = (file for path in hidden for file in (path, *path.rglob("*")))
-    return sorted(filter(_is_text_file, paths)), list(filter(_is_text_file, in_hidden))
+    return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_hidden))
 
 
 def has_text_files(folder: Path) -> bool:
@@ -104,11 +104,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
             skipped.update(hidden)
             for path in paths:
                 unique.setdefault(os.path.realpath(path), path)
-    problems = [
-        f"{path} is not a file of type {TEXT_TYPES}. Convert it, or leave it out."
-        for path in unique.values()
-        if not path.is_file() or not text_suffix(path)
-    ]
+    problems = list(filter(None, map(_problem_of, unique.values())))
     files = f"{len(skipped)} text file{'s' if len(skipped) > 1 else ''}"
     note = f"names that begin with a dot are skipped ({files})" if skipped else None
     if not unique:
@@ -119,6 +115,17 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
     if note and report:
         report(note)
     return list(unique.values())
+
+
+def _problem_of(path: Path) -> str | None:
+    """Says why a path is not a file of text; None if it is one."""
+    if not path.exists():
+        return (
+            f"{path} points to {os.path.realpath(path)}, which does not exist. Restore that file, or remove the link."
+        )
+    if not path.is_file():
+        return f"{path} is a pipe or a device. Use a file, or leave it out."
+    return None if text_suffix(path) else f"{path} is not a file of type {TEXT_TYPES}. Convert it, or leave it out."
 
 
 def slug(name: str) -> str:
