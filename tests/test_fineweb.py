@@ -77,6 +77,15 @@ def test_the_demo_text(tmp_path):
         ),
         ("--input l&m.jsonl --output out", "convert it: iconv -f LATIN1 -t UTF-8 'l&m.jsonl' > NEW"),
         ("--input utf16.txt --output out", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > NEW"),
+        (
+            "--input utf16le.txt --output out",
+            "utf16le.txt is not UTF-8 text. If it is UTF-16LE, convert it: iconv -f UTF-16LE",
+        ),
+        ("--input utf16be.jsonl --output out", "utf16be.jsonl is not UTF-8 text. If it is UTF-16BE, convert it"),
+        (
+            "--input list.jsonl --output out",
+            "list.jsonl, line 1 is a list, not an object with a text in 'text'. Fix it,",
+        ),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
         ("--input other.jsonl --output out", "other.jsonl, line 1 has no text in 'text', only body (str)"),
@@ -129,6 +138,9 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "l&m.jsonl").write_bytes('{"text": "naïve"}\n'.encode("latin-1"))
     (tmp_path / "utf16.txt").write_bytes("naïve".encode("utf-16"))
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (tmp_path / "utf16le.txt").write_bytes("hello".encode("utf-16-le"))
+    (tmp_path / "utf16be.jsonl").write_bytes('{"text": "fine"}\n{"text": "fine"}\n'.encode("utf-16-be"))
+    (tmp_path / "list.jsonl").write_text('["hello"]\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100000)
     (tmp_path / "fake.parquet").write_text("PAR1")

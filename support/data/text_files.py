@@ -305,7 +305,7 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        encoding = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+        encoding = _utf16(error.object) or "LATIN1"
         advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(where)} > NEW"
         is_plain = text_suffix(Path(where)) in (".txt", ".jsonl") and not compression(Path(where))
         raise UserError(f"{where} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}") from error
@@ -317,6 +317,15 @@ def _reading(where: str) -> Iterator[None]:
         raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
 
 
+def _utf16(beginning: bytes) -> str | None:
+    """Returns which UTF-16 a file has, judging by its first two bytes; None for other encodings."""
+    if beginning[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "UTF-16"
+    if b"\0" in beginning[:2]:  # the upper half of an ASCII character
+        return "UTF-16BE" if beginning[0] == 0 else "UTF-16LE"
+    return None
+
+
 @contextlib.contextmanager
 def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
     """Opens a file at byte `start`; a compressed file is decompressed from its beginning."""
@@ -325,10 +334,14 @@ def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file), codec)
-            yield io.BufferedReader(stream, READ_SIZE)
+            reader = io.BufferedReader(stream, READ_SIZE)
         else:
             file.seek(start)
-            yield file
+            reader = file
+        beginning = b"" if start else reader.peek(2)
+        if _utf16(beginning):  # without a byte order mark, ASCII text in UTF-16 is also UTF-8 with NULs
+            raise UnicodeDecodeError("utf-8", beginning, 0, 2, "it is UTF-16")
+        yield reader
 
 
 # -----------------------------------------------------------------------------
@@ -435,8 +448,11 @@ def _line_in_file(path: Path, start: int, number: int) -> str:
 
 
 def _no_text(record: object, field: str, where: str) -> UserError:
-    found = [f"{name} ({type(value).__name__})" for name, value in record.items()] if isinstance(record, dict) else []
-    what = f"has no text in {field!r}, only {', '.join(found) or 'nothing'}"
+    if isinstance(record, dict):
+        found = ", ".join(f"{name} ({type(value).__name__})" for name, value in record.items())
+        what = f"has no text in {field!r}, only {found or 'nothing'}"
+    else:
+        what = f"is a {type(record).__name__}, not an object with a text in {field!r}"
     return UserError(f"{where} {what}. Fix it, or choose another --text-field.")
 
 
