@@ -736,7 +736,9 @@ def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.nd
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_text(text, encoding="utf-8")
         return
-    with files.atomic_write(path.resolve(), unique=True) as tmp:  # a link stays
+    path = path.resolve()  # a link stays
+    path.parent.mkdir(parents=True, exist_ok=True)  # it existed when scoring began
+    with files.atomic_write(path, unique=True) as tmp:
         tmp.write_text(text, encoding="utf-8")
 
 

@@ -16,6 +16,8 @@ if __name__ == "__main__":
     startup.prepare("PyTorch")  # comes first: the imports take seconds
 
 import codecs
+import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,15 +109,24 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
 
 
 def piped_prompt() -> str | None:
-    """Returns the text piped into stdin, decoded like a .txt file, without its final line break; None if nothing is piped."""
+    """Returns the text piped into stdin, decoded like a .txt file, without its final line break; None if nothing is piped.
+
+    Raises:
+        UserError: the text is empty.
+    """
     if sys.stdin is None or sys.stdin.isatty():
         return None
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}  # `encode_prompt` reports errors
     try:
+        if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):  # /dev/null
+            return None
         sys.stdin.reconfigure(**options)  # type: ignore[union-attr]
-        return sys.stdin.read(MAX_PROMPT_CHARS).removesuffix("\n") or None
+        text = sys.stdin.read(MAX_PROMPT_CHARS).removesuffix("\n")
     except OSError:  # nohup makes stdin write-only
         return None
+    if not text:
+        raise UserError("the text on stdin is empty. Pipe in a text, or pass one with --prompt.")
+    return text
 
 
 def shown_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -213,8 +213,11 @@ def words_of(arguments: Sequence[str]) -> list[str]:
     from_files = []
     for path in (Path(word[1:]) for word in arguments if word.startswith("@")):
         try:
-            text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
-            from_files += shlex.split(text)
+            text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8-sig"))
+            words = shlex.split(text)
+            if inner := next((word for word in words if word.startswith("@")), None):
+                raise ValueError(f"it names another file, {inner}")
+            from_files += words
         except (OSError, ValueError) as error:
             reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else describe_error(error)
             advice = (
@@ -333,7 +336,9 @@ def _in_words(value: object) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. See --help.")
+        is_missing = re.search(r"expected (at least )?one argument", message)  # argparse takes the next word for a flag
+        advice = "A value that begins with - needs the form --flag=VALUE. " if is_missing else ""
+        raise UserError(f"{message}. {advice}See --help.")
 
 
 class _HelpFormatter(argparse.HelpFormatter):

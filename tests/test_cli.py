@@ -129,6 +129,7 @@ PROBLEMS = {
         ("--hidden-size.", "--n-embd?"), ("--bf16.", "--dtype?"), ("--eval-interval.", "--val-every?"),
         ("--warmup-ratio.", "--warmup-steps?"),
     ],
+    "--prompt --help": [("--prompt", "begins with - needs the form --flag=VALUE")],
     "-- --max-steps 3": [("--", "not used")],
     "--demo=yes": [("--demo", "--help")],
 }  # fmt: skip
@@ -172,7 +173,7 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
         '# it\'s small\n--n-layer 4\n--max-lr=1e-3  # found by "search"\n\n'
         "--prompt 'The \"end\" # of'\n--out run#1 --shuffle\n--seed 1\n--keep\n2\n"
     )
-    Path("other.txt").write_text("--seed 2 --val-every 0\r\n")
+    Path("other.txt").write_text("\ufeff--seed 2 --val-every 0\r\n", encoding="utf-8")  # as Windows' editors save it
     expected = dict(n_layer=4, max_lr=1e-3, prompt='The "end" # of', out="run#1", shuffle=True, seed=1, keep=2)
     assert parse_flags(CommandLine, ["@small.txt"]) == expected
     for words in (["--n-layer", "7", "@small.txt"], ["@small.txt", "--n-layer=7"]):
@@ -188,6 +189,7 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
         None: f"cannot read bad (No such file or directory). {advice}",
         b"--prompt 'x\n": f"cannot read bad (No closing quotation). {advice}",
         b"--seed \xff": f"cannot read bad (it is not UTF-8 text). {advice}",
+        b"--seed 1 @other.txt": f"cannot read bad (it names another file, @other.txt). {advice}",
         b"--sed 1": "unknown flag --sed. Did you mean --seed? See --help.",
     }.items():
         if content is not None:

@@ -77,6 +77,15 @@ def test_the_demo_text(tmp_path):
         ),
         ("--input l&m.jsonl --output out", "convert it: iconv -f LATIN1 -t UTF-8 'l&m.jsonl' > NEW"),
         ("--input utf16.txt --output out", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > NEW"),
+        (
+            "--input utf16le.txt --output out",
+            "utf16le.txt is not UTF-8 text. If it is UTF-16LE, convert it: iconv -f UTF-16LE",
+        ),
+        ("--input utf16be.jsonl --output out", "utf16be.jsonl is not UTF-8 text. If it is UTF-16BE, convert it"),
+        (
+            "--input list.jsonl --output out",
+            "list.jsonl, line 1 is a list, not an object with a text in 'text'. Fix it,",
+        ),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
         ("--input other.jsonl --output out", "other.jsonl, line 1 has no text in 'text', only body (str)"),
@@ -113,7 +122,12 @@ def test_the_demo_text(tmp_path):
         ("--dataset a.txt --output out", "a.txt is a path on this machine. Pass it with --input"),
         ("--dataset empty --output out", "empty is a path on this machine. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "--max-tokens is '1.5'. It must be a whole number"),
-        ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of type .txt"),
+        (
+            "--input a.txt link.txt --output out",
+            "nowhere.txt, which does not exist. Restore that file, or remove the link.",
+        ),
+        ("--input a.txt fifo.txt --output out", "fifo.txt is a pipe or a device. Use a file, or leave it out."),
+        ("--input broken --output out", "error: broken/deep/b.txt points to /"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
@@ -124,12 +138,18 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "l&m.jsonl").write_bytes('{"text": "naïve"}\n'.encode("latin-1"))
     (tmp_path / "utf16.txt").write_bytes("naïve".encode("utf-16"))
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (tmp_path / "utf16le.txt").write_bytes("hello".encode("utf-16-le"))
+    (tmp_path / "utf16be.jsonl").write_bytes('{"text": "fine"}\n{"text": "fine"}\n'.encode("utf-16-be"))
+    (tmp_path / "list.jsonl").write_text('["hello"]\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100000)
     (tmp_path / "fake.parquet").write_text("PAR1")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
+    (tmp_path / "broken" / "deep").mkdir(parents=True)
+    (tmp_path / "broken" / "a.txt").write_text("hello " * 100)
+    (tmp_path / "broken" / "deep" / "b.txt").symlink_to("nowhere.txt")
     os.mkfifo(tmp_path / "fifo.txt")
     pa.parquet.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 999)[:-20])

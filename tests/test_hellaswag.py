@@ -443,6 +443,17 @@ def test_the_json_file_is_written_whole_or_not_at_all_and_over_nothing_else(six_
     assert not list(tmp_path.glob(".*"))
     score(capsys, *flags, "--json", path, "--limit", 2)
     assert json.loads(path.read_text())["results"] == results[:2]
+    (tmp_path / "gone").mkdir()
+    check_finite = hellaswag.check_finite
+
+    def remove_the_folder(*args):
+        (tmp_path / "gone").rmdir()
+        check_finite(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hellaswag, "check_finite", remove_the_folder)  # which is called when all are scored
+        score(capsys, *flags, "--json", tmp_path / "gone" / "scores.json")
+    assert json.loads((tmp_path / "gone" / "scores.json").read_text())["results"] == results
     os.mkfifo(tmp_path / "pipe")
     with ThreadPoolExecutor(1) as reader:
         piped = reader.submit((tmp_path / "pipe").read_text)

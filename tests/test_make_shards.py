@@ -417,6 +417,17 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
         manifest.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("locked", ["run", "run/data"])
+def test_shards_that_are_in_use_are_not_said_to_be_in_the_way(tmp_path, monkeypatch, locked):
+    """The message would advise to remove the folder; a run holds the lock of the folder around its data."""
+    monkeypatch.chdir(tmp_path)
+    make_shards(corpus_of(["a" * 250]), "run/data", tokenizer="bytes", shard_size=100)
+    with files.lock_folder(Path(locked), "--out"), pytest.raises(UserError, match=rf"^{locked} is in use by process"):
+        make_shards(corpus_of(["b" * 250]), "run/data", tokenizer="bytes", shard_size=50)
+    with pytest.raises(UserError, match="remove run/data"):
+        make_shards(corpus_of(["b" * 250]), "run/data", tokenizer="bytes", shard_size=50)
+
+
 def test_the_parts_of_another_text_are_not_used(texts):
     """As after a bad line was corrected."""
     make("out", only_parts=(1, 2))

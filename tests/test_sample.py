@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import re
 import sys
@@ -174,16 +173,24 @@ def test_texts_are_those_of_the_trainer_without_a_cache(run, capsys, monkeypatch
     assert len(set(texts)) == 5 and texts[:2] == [text.rstrip("\n") for text in texts_of(run, capsys)]
 
 
-def test_what_is_piped_in_is_the_prompt(run, capsys, monkeypatch):
+def test_what_is_piped_in_is_the_prompt(run, tmp_path, capsys, monkeypatch):
     def texts_for(piped: bytes, *flags: str) -> list[str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
-        sample.main(["--model", str(run / "model_00003"), "-n", "2", "-d", "cpu", *flags])
+        (tmp_path / "piped").write_bytes(piped)
+        return texts_from(tmp_path / "piped", *flags)
+
+    def texts_from(stdin: Path | str, *flags: str) -> list[str]:
+        with open(stdin) as file, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", file)
+            sample.main(["--model", str(run / "model_00003"), "-n", "2", "-d", "cpu", *flags])
         return capsys.readouterr().out.split("\n---\n")
 
     monkeypatch.setattr(sample, "DEFAULT_PROMPT", "Or")
     assert texts_for(b"The \n") == texts_for(b"no", "--prompt", "The ") == texts_of(run, capsys)
     assert texts_for(b"\xef\xbb\xbfa\r\nb\r\n") == texts_of(run, capsys, "--prompt", "a\nb")  # as in a .txt file
-    assert texts_for(b"") == texts_of(run, capsys, "--prompt", "Or")
+    assert texts_from(os.devnull) == texts_of(run, capsys, "--prompt", "Or")  # as of a job without a terminal
+    for nothing in (b"", b"\n"):
+        with pytest.raises(UserError, match="the text on stdin is empty. Pipe in a text, or"):
+            texts_for(nothing)
     with pytest.raises(UserError, match="not valid UTF-8"):
         texts_for(b"caf\xe9")
 

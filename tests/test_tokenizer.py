@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import GPT2_VOCABULARY, ROOT, TINY_TRAINING_FLAGS, needs_gpt2_vocabulary
 from runs import log_without_seconds
 from shard_helpers import adversarial_texts, corpus_of, write_shard
@@ -228,6 +229,23 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path, vocab_size):
         sample.main(["--model", str(model), "-d", "cpu"])
     with pytest.raises(UserError, match=rf"has no tokenizer\.json for its {vocab_size:,} tokens"):
         huggingface.check_fits(model, vocab_size, 16, pairs_of_bytes(300), run)
+
+
+@pytest.mark.slow
+def test_padding_in_an_embedding_is_removed_by_the_command_in_the_message(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("models/padded"), 320, pairs_of_bytes(300))
+    with pytest.raises(UserError, match=r"has 320 tokens, but its tokenizer \(bpe\) has 300\. .* was padded") as error:
+        sample.main(["--model", "models/padded", "-d", "cpu"])
+    _, option, code = shlex.split(str(error.value).partition("remove the padding: ")[2])
+    assert option == "-c"
+    exec(code)
+    sample.main(["--model", "padded_resized", "--prompt", "a", "-n", "1", "-d", "cpu"])
+    assert capsys.readouterr().out.startswith("a")
+    before, after = (
+        GPT.from_pretrained(folder).transformer.wte.weight for folder in ("models/padded", "padded_resized")
+    )
+    assert torch.equal(before[:300], after[:300])
 
 
 @pytest.mark.slow

@@ -110,7 +110,13 @@ def open_output_folder(
         OtherShardsError: the folder has shards from a different source or with different settings.
         UserError: it has shards from another tool, or is in use.
     """
-    adopted = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
+    try:
+        adopted = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
+    except OtherShardsError:  # which advises to remove them
+        for parent in (directory, directory.parent):  # a run locks its own folder, which may have the shards in it
+            if (parent / files.LOCK).exists():
+                files.lock_folder(parent, flag, shared=True).close()
+        raise
     folder = OutputFolder(directory, adopted, flag, report)
     if folder.is_complete:
         report("nothing to do: these shards exist already and are intact")

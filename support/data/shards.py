@@ -12,6 +12,7 @@ import re
 import textwrap
 import warnings
 from dataclasses import dataclass
+from errno import EMFILE
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict
 
@@ -343,6 +344,11 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
             if read_all:
                 read_tokens(shards[-1], 0, len(shards[-1]), manifest["vocab_size"])
         except UserError as error:
+            if getattr(error.__cause__, "errno", None) == EMFILE:  # nothing is wrong with the shard
+                raise UserError(
+                    f"{directory} has {len(names):,} shards, more files than a process may open here. Raise the limit with "
+                    f"ulimit -n {len(names) + 1024}, or make larger shards: fineweb.py --shard-size 1e9."
+                ) from error
             problems += error.problems
     if problems:
         raise UserError(*problems)

@@ -50,7 +50,7 @@ def compression(path: Path) -> str | None:
 
 
 def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
-    """Returns the files with a `text_suffix` below a folder, and those that are skipped.
+    """Returns the paths with a `text_suffix` below a folder, except folders, and the files that are skipped.
 
     Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Folders of
     runs and shards, which have a lock file, are in neither list.
@@ -67,7 +67,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         folders[:] = [f for f in folders if f[0] != "." and not os.path.exists(os.path.join(parent, f, LOCK))]
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
     in_hidden = (file for path in hidden for file in (path, *path.rglob("*")))
-    return sorted(filter(_is_text_file, paths)), list(filter(_is_text_file, in_hidden))
+    return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_hidden))
 
 
 def has_text_files(folder: Path) -> bool:
@@ -104,11 +104,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
             skipped.update(hidden)
             for path in paths:
                 unique.setdefault(os.path.realpath(path), path)
-    problems = [
-        f"{path} is not a file of type {TEXT_TYPES}. Convert it, or leave it out."
-        for path in unique.values()
-        if not path.is_file() or not text_suffix(path)
-    ]
+    problems = list(filter(None, map(_problem_of, unique.values())))
     files = f"{len(skipped)} text file{'s' if len(skipped) > 1 else ''}"
     note = f"names that begin with a dot are skipped ({files})" if skipped else None
     if not unique:
@@ -119,6 +115,17 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
     if note and report:
         report(note)
     return list(unique.values())
+
+
+def _problem_of(path: Path) -> str | None:
+    """Says why a path is not a file of text; None if it is one."""
+    if not path.exists():
+        return (
+            f"{path} points to {os.path.realpath(path)}, which does not exist. Restore that file, or remove the link."
+        )
+    if not path.is_file():
+        return f"{path} is a pipe or a device. Use a file, or leave it out."
+    return None if text_suffix(path) else f"{path} is not a file of type {TEXT_TYPES}. Convert it, or leave it out."
 
 
 def slug(name: str) -> str:
@@ -298,7 +305,7 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        encoding = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+        encoding = _utf16(error.object) or "LATIN1"
         advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(where)} > NEW"
         is_plain = text_suffix(Path(where)) in (".txt", ".jsonl") and not compression(Path(where))
         raise UserError(f"{where} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}") from error
@@ -310,6 +317,15 @@ def _reading(where: str) -> Iterator[None]:
         raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
 
 
+def _utf16(beginning: bytes) -> str | None:
+    """Returns which UTF-16 a file has, judging by its first two bytes; None for other encodings."""
+    if beginning[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "UTF-16"
+    if b"\0" in beginning[:2]:  # the upper half of an ASCII character
+        return "UTF-16BE" if beginning[0] == 0 else "UTF-16LE"
+    return None
+
+
 @contextlib.contextmanager
 def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
     """Opens a file at byte `start`; a compressed file is decompressed from its beginning."""
@@ -318,10 +334,14 @@ def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
             import pyarrow
 
             stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file), codec)
-            yield io.BufferedReader(stream, READ_SIZE)
+            reader = io.BufferedReader(stream, READ_SIZE)
         else:
             file.seek(start)
-            yield file
+            reader = file
+        beginning = b"" if start else reader.peek(2)
+        if _utf16(beginning):  # without a byte order mark, ASCII text in UTF-16 is also UTF-8 with NULs
+            raise UnicodeDecodeError("utf-8", beginning, 0, 2, "it is UTF-16")
+        yield reader
 
 
 # -----------------------------------------------------------------------------
@@ -428,8 +448,11 @@ def _line_in_file(path: Path, start: int, number: int) -> str:
 
 
 def _no_text(record: object, field: str, where: str) -> UserError:
-    found = [f"{name} ({type(value).__name__})" for name, value in record.items()] if isinstance(record, dict) else []
-    what = f"has no text in {field!r}, only {', '.join(found) or 'nothing'}"
+    if isinstance(record, dict):
+        found = ", ".join(f"{name} ({type(value).__name__})" for name, value in record.items())
+        what = f"has no text in {field!r}, only {found or 'nothing'}"
+    else:
+        what = f"is a {type(record).__name__}, not an object with a text in {field!r}"
     return UserError(f"{where} {what}. Fix it, or choose another --text-field.")
 
 

@@ -49,6 +49,12 @@ CONVERT_COMMAND = (
     'python -c "from transformers import AutoTokenizer; '
     'AutoTokenizer.from_pretrained({directory!r}).save_pretrained({directory!r})"'
 )
+RESIZE_COMMAND = (  # in a new folder: the weights may still be mapped from the old one
+    'python -c "from transformers import AutoTokenizer, GPT2LMHeadModel; '
+    "model = GPT2LMHeadModel.from_pretrained({source!r}); model.resize_token_embeddings({vocab_size}); "
+    "model.save_pretrained({folder!r}, max_shard_size='50GB'); "
+    'AutoTokenizer.from_pretrained({source!r}).save_pretrained({folder!r})"'
+)
 
 
 def get_tokenizer(name: str, *folders: Path) -> Tokenizer:
@@ -124,9 +130,14 @@ def tokenizer_of_model(directory: Path, vocab_size: int, stated: str | None = No
             "with into that folder, or say that they are GPT-2's tokens with --tokenizer gpt2."
         )
     if tokenizer.vocab_size != vocab_size:
+        command = RESIZE_COMMAND.format(
+            source=str(directory), vocab_size=tokenizer.vocab_size, folder=f"{directory.name}_resized"
+        )
+        is_larger = vocab_size > tokenizer.vocab_size
         raise UserError(
             f"the model in {directory} has {vocab_size:,} tokens, but its tokenizer ({tokenizer.name}) has "
-            f"{tokenizer.vocab_size:,}. Copy the {TOKENIZER_JSON} that the model was trained with into that folder."
+            f"{tokenizer.vocab_size:,}. Copy the {TOKENIZER_JSON} that the model was trained with into that folder"
+            + (f"; or, if its embedding was padded, remove the padding: {command}" if is_larger else ".")
         )
     return tokenizer
 
