@@ -154,16 +154,17 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.curves
-@pytest.mark.parametrize("problem", [None, "no matplotlib", "full disk"])
-def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_path, monkeypatch, capsys, problem):
+@pytest.mark.parametrize("problem", [None, "no matplotlib", "no disk"])
+def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_path, monkeypatch, capfd, problem):
     monkeypatch.setattr(curves, "DRAW_SECONDS", 0.0)
-    if problem == "no matplotlib":
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    elif problem:
-        monkeypatch.setattr(curves, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     out = tmp_path / "run"
+    if problem == "no matplotlib":
+        (tmp_path / "matplotlib.py").write_text("raise ImportError")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    elif problem:
+        (out / "curves.png").mkdir(parents=True)  # which no file replaces
     trained(out, "--data", byte_shards, "--max-steps", 6, "--val-every", 1)
-    errors = capsys.readouterr().err
+    errors = capfd.readouterr().err
     if problem:
         assert errors.count("\n") == 1 and errors.startswith(f"warning: cannot draw {out / 'curves.png'} (")
     else:
@@ -172,3 +173,37 @@ def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_pat
     monkeypatch.setattr(CurvesFile, "draw", lambda self: None)
     trained(tmp_path / "other", "--data", byte_shards, "--max-steps", 6, "--val-every", 1)
     assert_same_run(out, tmp_path / "other")
+
+
+@pytest.mark.curves
+def test_a_picture_is_drawn_from_the_folder_by_another_process(tmp_path, monkeypatch):
+    """What matplotlib keeps of a figure would otherwise add up in the process that trains."""
+    folder = write_run(tmp_path / "run", [5.0, 4.0], {0: 5.1, 2: 3.9})
+    monkeypatch.setattr(curves, "draw_run", None)
+    picture = CurvesFile(folder)
+    picture.draw()
+    picture.wait()
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.curves
+def test_training_waits_for_no_picture_and_has_one_at_a_time_drawn(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(curves, "DRAW_SECONDS", 0.0)
+    slow = tmp_path / "python"  # notes each picture, and finishes none before it may
+    slow.write_text(f'#!/bin/sh\ncd "{tmp_path}"\necho drawn >> notes\nuntil [ -e go ]; do sleep 0.01; done\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    picture = CurvesFile(tmp_path)
+    for _ in range(3):
+        picture.update()
+    (tmp_path / "go").touch()
+    picture.wait()
+    assert (tmp_path / "notes").read_text().count("drawn") == 1
+    picture.update()
+    picture.wait()
+    assert (tmp_path / "notes").read_text().count("drawn") == 2
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    for _ in range(2):
+        picture.update()  # best effort
+    warning = f"warning: cannot draw {tmp_path / 'curves.png'} (No such file or directory).\n"
+    assert capfd.readouterr().err == warning

@@ -6,7 +6,10 @@ Each picture is a separate `matplotlib.figure.Figure`, so neither pyplot nor a d
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.checkpoints.history import argmin_loss, comparable_values, read_starts, starts_in_log
-from support.cli import UserError, warn
+from support.checkpoints.history import ROOT, argmin_loss, comparable_values, read_starts, starts_in_log
+from support.cli import UserError, describe_error, warn
 from support.console import normal
 from support.console.log import read_log
 from support.files import atomic_write
@@ -338,24 +341,58 @@ def short_count(n: float) -> str:
 
 
 class CurvesFile:
-    """`curves.png` in a run's folder; without a folder, nothing is drawn. Best effort: only the first failure warns."""
+    """`curves.png` in a run's folder, drawn from the folder by a process of its own; without a folder, nothing is drawn.
+
+    So training waits for no picture, and what matplotlib keeps of one is gone with the process. Best effort: only the
+    first failure warns.
+    """
 
     def __init__(self, folder: Path | None):
         self._folder, self._warned = folder, False
+        self._process: subprocess.Popen[str] | None = None
         self._not_before = time.monotonic() + DRAW_SECONDS
 
     def update(self) -> None:
-        """Draws the curves, unless they were drawn recently."""
-        if time.monotonic() >= self._not_before:
+        """Begins to draw the curves, unless they were drawn recently or the last picture is not finished."""
+        if time.monotonic() >= self._not_before and (self._process is None or self._process.poll() is not None):
             self.draw()
 
     def draw(self) -> None:
+        """Begins to draw the curves, once the last picture is finished."""
+        self.wait()
         if self._folder is None:
             return
+        command = [sys.executable, "-m", "support.console.curves", str(self._folder.resolve())]
         try:
-            save(draw_run(read_run(self._folder)), self._folder / "curves.png")
-        except Exception as error:  # matplotlib raises many kinds
-            if not self._warned:
-                warn(f"cannot draw {self._folder / 'curves.png'} ({error}).")
-            self._warned = True
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace",
+                start_new_session=True,  # Ctrl-C is for the run
+            )  # fmt: skip
+        except OSError as error:
+            self._warn(describe_error(error))
         self._not_before = time.monotonic() + DRAW_SECONDS
+
+    def wait(self) -> None:
+        """Waits until the last picture is finished."""
+        if self._process:
+            _, errors = self._process.communicate()
+            if self._process.returncode:
+                self._warn([f"exit code {self._process.returncode}", *errors.splitlines()][-1])
+        self._process = None
+
+    def _warn(self, reason: str) -> None:
+        if self._folder and not self._warned:
+            warn(f"cannot draw {self._folder / 'curves.png'} ({reason}).")
+        self._warned = True
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draws `curves.png` in a folder, the only argument, with low priority."""
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(10)
+    folder = Path(argv[0])
+    save(draw_run(read_run(folder)), folder / "curves.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
