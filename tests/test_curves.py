@@ -140,13 +140,26 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
         for name, n in lengths.items()
     ]
     figure = draw_runs(list(lengths), runs, "tokens")
-    [axes] = figure.axes
+    axes, _ = figure.axes
     train, _, val, _, _, other_val = points(axes)
     assert (train, val, other_val) == ([[0, 2], [1000, 1.5]], [[2000, 1]], [[2000, 2]])
     assert "per byte" in axes.get_ylabel() and [label.replace("\\", "") for label in labels_of(figure)] == [*lengths]
     curves.save(figure, tmp_path / "picture.png")  # in which the names of runs are no formulas
-    [axes] = draw_runs(["a", "c"], [runs[0], runs[0]]).axes
+    axes, _ = draw_runs(["a", "c"], [runs[0], runs[0]]).axes
     assert "per token" in axes.get_ylabel()
+
+
+def test_the_ends_of_many_runs_can_be_told_apart(tmp_path):
+    """Ten runs fall from 11 to about 3, and end 0.02 apart."""
+    ends = [3 + 0.02 * i / 9 for i in range(10)]
+    runs = [
+        read_run(write_run(tmp_path / str(i), [end + 8 * math.exp(-step / 100) for step in range(900)], {900: end}))
+        for i, end in enumerate(ends)
+    ]
+    whole, last = draw_runs([run.name for run in runs], runs).axes
+    assert whole.get_xlim()[0] == 0 and last.get_xlim()[0] == 600
+    low, high = last.get_ylim()
+    assert low < 3 and high > 3.02 and 0.02 / (high - low) > 0.3
 
 
 # ---- while training

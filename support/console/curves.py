@@ -175,6 +175,8 @@ def draw_run(run: Run) -> Figure:
 def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -> Figure:
     """Draws the losses of several runs in one picture: per byte if their tokenizers differ, otherwise per token.
 
+    Their last third is drawn once more on a scale of its own, since runs often end close to each other.
+
     Args:
         labels: a different one for each run.
         axis: the x-axis, a key of AXES.
@@ -182,20 +184,27 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     figure = _new_figure("training (thin, smoothed) and validation (dots)")
     from matplotlib import colormaps
 
-    axes = figure.add_subplot()
-    per_byte, curves, lines = compares_per_byte(runs), list[Curve](), []
-    for i, run in enumerate(runs):
+    per_byte, curves, losses = compares_per_byte(runs), list[Curve](), []
+    for run in runs:
         scale = 1 / run.bytes_per_token if per_byte else 1.0
-        color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
         ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, scale) for name in ("train", "val"))
-        axes.plot(x, smooth(y), color=color, linewidth=1, alpha=0.5)
-        lines.extend(_draw_validation(axes, *val, color))
-        _draw_others(axes, other_train, other_val)
-        curves += [(x, smooth(y)), val]
-    axes.legend(lines, [label.replace("$", r"\$") for label in labels], loc="upper right")  # $ would begin a formula
-    axes.set_ylim(*loss_limits(curves))
-    axes.set_ylabel(f"loss, nats per {'byte' if per_byte else 'token'}")
-    _style(axes, axis, max(x.max() for x, _ in curves if len(x)))
+        losses.append(((x, smooth(y)), val, other_train, other_val))
+        curves += losses[-1][:2]
+    end = max(x.max() for x, _ in curves if len(x))
+    whole, last = figure.subplots(1, 2, width_ratios=[3, 2])
+    for axes, start in (whole, 0.0), (last, end * 2 / 3):
+        lines = []
+        for i, (train, val, other_train, other_val) in enumerate(losses):
+            color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
+            axes.plot(*train, color=color, linewidth=1, alpha=0.5)
+            lines.extend(_draw_validation(axes, *val, color))
+            _draw_others(axes, other_train, other_val)
+        _style(axes, axis, end)
+        axes.set_xlim(left=start)
+        axes.set_ylim(*loss_limits([(x[x >= start], y[x >= start]) for x, y in curves]))
+    whole.legend(lines, [label.replace("$", r"\$") for label in labels], loc="upper right")  # $ would begin a formula
+    whole.set_ylabel(f"loss, nats per {'byte' if per_byte else 'token'}")
+    last.set_title("the last third", fontsize=10)
     return figure
 
 
