@@ -73,7 +73,7 @@ def test_each_start_appends_a_line_and_changes_none(byte_shards, tmp_path, monke
     first = path.read_bytes()
     monkeypatch.setattr(platform, "python_version", lambda: "9.9")
     resumed(tmp_path, "--keep", 2)
-    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == 4
+    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == first.count(b"\n") + 2
     before, after = read_starts(tmp_path)
     assert (before["first_step"], after["first_step"]) == (0, 2) and after["versions"]["python"] == "9.9"
     changed = {"keep": 2, "resume": "newest"}
@@ -95,6 +95,31 @@ def test_a_line_that_a_kill_has_cut_off_takes_no_other_with_it(tmp_path, cut):
     assert read_starts(tmp_path) == left
     append_lines(tmp_path, START | {"first_step": 2})
     assert read_starts(tmp_path) == [*left, START | {"first_step": 2}]
+
+
+def test_a_set_of_shards_is_listed_once(tmp_path):
+    """A thousand shards take 120 kB. Versions before this one listed them with each start."""
+    shards = [[f"x_train_{i:06d}.npy", 10**8, f"{i:064x}"] for i in range(1000)]
+    others = [[name, tokens - 1, checksum] for name, tokens, checksum in shards]
+    starts = [
+        START | {"first_step": step, "data": {"train": train, "val": shards[:1], "source": "x"}}
+        for step, train in enumerate((shards, shards, others, shards))
+    ]
+    path = tmp_path / "starts.jsonl"
+    path.write_text(json.dumps(starts[0]) + "\n")
+    sizes = [path.stat().st_size]
+    for start in starts[1:]:
+        append_lines(tmp_path, start)
+        sizes.append(path.stat().st_size)
+    assert read_starts(tmp_path) == starts
+    grown = np.diff(sizes)
+    assert min(grown[:2]) > 90_000 and grown[2] < 500
+    (tmp_path / "fork").mkdir()
+    append_lines(tmp_path / "fork", *read_starts(tmp_path))  # as a fork begins
+    assert read_starts(tmp_path / "fork") == starts and (tmp_path / "fork/starts.jsonl").stat().st_size < sizes[2]
+    path.write_bytes(path.read_bytes().replace(b"x_train_000007", b"x_train_00\x00"))  # damaged
+    damaged = read_starts(tmp_path)
+    assert [start["first_step"] for start in damaged] == [1, 2, 3] and damaged[0]["data"] == damaged[2]["data"]
 
 
 @pytest.mark.parametrize(
