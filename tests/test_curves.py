@@ -133,6 +133,14 @@ def test_a_picture_shows_the_values_of_its_run(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG) and (width, height) == (1000, 700)
 
 
+@pytest.mark.parametrize("source, named", [("a long " * 30, "a long " * 7 + "a"), (None, "data")])
+def test_the_title_names_the_text_or_else_the_folder_of_the_shards(tmp_path, source, named):
+    flags = {"optimizer": "adamw", "schedule": "cosine", "max_lr": 1e-3, "data": "cc/data"}
+    run = write_run(tmp_path / "run", [5.0], {}, flags=flags, data={"source": source})
+    title = draw_run(read_run(run)).axes[0].get_title()
+    assert title.endswith(f"parameters, 1,000 tokens per step; adamw, cosine, learning rate 0.001; on {named}")
+
+
 def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
     lengths = {"_a": 4.0, "b$c$": 2.0}
     runs = [

@@ -276,7 +276,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         curves.append((np.array([0]), np.array([OPENAI_LOSS])))
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(_key_flags(run), fontsize=10, parse_math=False)
+    axes.set_title(_key_flags(run), fontsize=9, parse_math=False)
     axes.legend(loc="upper right")
 
 
@@ -333,7 +333,8 @@ def _key_flags(run: Run) -> str:
     flags = run.flags
     schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr', 0):.3g}"
     sizes = f"{short_count(run.start['parameters'])} parameters, {run.start['tokens_per_step']:,} tokens per step"
-    return on_one_line(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
+    data = run.start["data"]["source"] or Path(str(flags.get("data"))).name
+    return on_one_line(f"{sizes}; {schedule}; on {data:.50}")
 
 
 def short_count(n: float) -> str:
