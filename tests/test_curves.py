@@ -30,7 +30,7 @@ def write_run(
     (folder / "log.txt").write_text("\n".join(lines) + "\n")
     start = {
         "flags": {"optimizer": "adamw", "schedule": "cosine", "max_lr": 1e-3, "data": "shards"},
-        "run": "a", "first_step": 0, "first_tokens": 0, "parameters": 124475904, "tokens_per_step": 1000, "comparable": {},
+        "run": "a", "first_step": 0, "first_tokens": 0, "parameters": 124439808, "tokens_per_step": 1000, "comparable": {},
     } | start | {
         "data": {"source": "text", "val": [], "tokenizer": "gpt2", "bytes_per_token": 4.5} | start.get("data", {})
     }  # fmt: skip

@@ -262,7 +262,7 @@ def test_bad_arguments(tmp_path):
 def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags: object) -> None:
     recipe = config_with().used_flags() | {"tokenizer": "gpt2"}
     start = {
-        "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124475904,
+        "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124439808,
         "flags": recipe | flags, "data": {"source": source, "val": [], "tokenizer": "gpt2"}, "comparable": {"val": "x"},
         "hellaswag_items": 10042,
     }  # fmt: skip

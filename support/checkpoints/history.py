@@ -50,7 +50,6 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     import torch
 
     from support.runtime import devices
-    from support.runtime.memory import Sizes
 
     flags, tokenizer, machine = run.config.used_flags(), run.data.tokenizer, run.machine
     del flags["model"]  # its sizes are flags, too
@@ -83,7 +82,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "vocab_size": tokenizer.vocab_size,
             "bytes_per_token": run.bytes_per_token,
         },
-        "parameters": Sizes.of(run.model).parameters,
+        "parameters": run.parameters,
         "tokens_per_step": run.config.total_batch_size,
         "validation_tokens": run.validated_tokens,
         "hellaswag_items": run.hellaswag_items,
