@@ -76,6 +76,12 @@ class Run:
         return max(self.seconds, default=-1) + 1
 
     @property
+    def lost_from(self) -> int | None:
+        """The step from which on the training loss is not finite; None if the last one is."""
+        first = max(self.train, default=-1) + 1
+        return first if first < self.steps else None
+
+    @property
     def has_first_step(self) -> bool:
         """Whether the log begins with step 0. The log of a fork begins later if its parent's log was missing."""
         return min(self.seconds, default=0) == 0
