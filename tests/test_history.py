@@ -28,6 +28,7 @@ from support.checkpoints.history import (
     describe_end,
     describe_start,
     read_starts,
+    starts_in_log,
 )
 from support.cli import UserError
 from support.console import run_logger
@@ -151,6 +152,12 @@ def test_values_of_equal_keys_are_comparable():
     without = START | {"first_step": 9, "comparable": {}}  # measures none
     assert comparable_values("val", values, [*starts, without]) == {0: 9.0, 3: 8.0, 6: 7.0}
     assert comparable_values("val", values, starts[1:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}  # the first is not known
+
+
+def test_a_start_at_the_step_of_an_earlier_one_replaces_it():
+    """A process that was killed before its first checkpoint has left no value in the log."""
+    starts = [START | {"run": run, "first_step": step} for run, step in (("a", 0), ("b", 0), ("c", 4), ("d", 4))]
+    assert [start["run"] for start in starts_in_log(starts)] == ["b", "d"]
 
 
 NO_STEP = START | {"first_step": {}}

@@ -105,6 +105,13 @@ def test_each_public_value_is_normal():
         assert not any(point.widths for name in ("val", "hella") for point in verdict.points[name])
 
 
+@pytest.mark.parametrize("more, is_normal", [(0.05, True), (-0.05, True), (0.15, False), (-0.15, False)])
+def test_a_different_seed_changes_the_first_losses_but_not_by_much(more, is_normal):
+    """In a log without noise, which would be allowed for, too. The band is 0.01 to 0.05 wide there."""
+    verdict = normal.judge(make_log(train={0: more}, val={0: 0}, cut=200, noise=0))
+    assert verdict and verdict.is_normal is is_normal, str(verdict)
+
+
 @pytest.mark.parametrize("fewer", [-0.018, -0.037])
 def test_validation_over_fewer_tokens_is_normal(fewer):
     verdict = normal.judge(make_log(val={0: fewer}))
