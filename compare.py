@@ -182,7 +182,8 @@ def is_typed(run: Run, name: str) -> bool:
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Returns the columns of the table, each with its title; columns that no run has measured are left out.
 
-    Losses are per byte if the tokenizers differ. With names of up to ten characters, a line has at most 80 columns.
+    Losses are per byte if the tokenizers differ. With names of up to ten characters, a line has at most 80 columns, unless
+    a run diverged.
     """
     per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
     for run in runs:
@@ -201,6 +202,8 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
             }
         if hella := run.comparable("hella"):
             row["HellaSwag"] = f"{hella[max(hella)]:.4f}"
+        if run.lost_from is not None:
+            row["nan from"] = f"{run.lost_from:,}"
         rows.append(row)
     titles = dict.fromkeys(title for row in rows for title in row)
     return [(title, *(row.get(title, UNKNOWN) for row in rows)) for title in titles]

@@ -35,9 +35,10 @@ from support.data.demo_text import demo_corpus
 from support.data.encode import ENGINES, default_engine, usable_cores
 from support.data.executors import EXECUTORS, Executor
 from support.data.make_shards import SHARD_SIZE, make_shards
-from support.data.shards import load_manifest, open_shards, read_manifest, read_tokenizer
+from support.data.shards import load_manifest, read_manifest, read_shards, read_tokenizer
 from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
+from support.terminal import pluralize
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 MAX_SHARD_SIZE = 10**9
@@ -221,10 +222,10 @@ def check_shards(directory: str) -> None:
     manifest = read_manifest(directory)
     if manifest["tokenizer"] == "bpe" or (Path(directory) / TOKENIZER_JSON).exists():
         read_tokenizer(directory)
-    shards = open_shards(directory, "train", "val", read_all=True)
+    tokens = read_shards(directory)
     verdict = "all match the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
     print(
-        f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}",
+        f"{directory}: {pluralize(len(tokens), 'shard')}, {sum(tokens):,} tokens ({manifest['tokenizer']}), {verdict}",
         flush=True,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from test_curves import PNG, write_run
 
@@ -37,6 +39,17 @@ def test_two_runs_are_compared(tmp_path, capsys):
             "log         124M    100    100k  1.000    3.6000  3.5000       50     0.3100",
             "log_fast       7      5     25k  0.050    4.0000  4.0000        5          -",
         ]
+
+
+def test_the_table_says_from_which_step_on_a_loss_is_not_finite(tmp_path, capsys):
+    """A run that has skipped a step in between, and one that was stopped because it skipped too many."""
+    healthy = write_run(tmp_path / "healthy", [5.0, math.nan, 4.0, 4.0], {0: 6.0, 4: 3.5})
+    lost = write_run(tmp_path / "lost", [5.0, math.nan, 4.0, math.nan, math.inf], {0: 6.0, 5: 3.5})
+    assert compared(tmp_path, capsys, healthy, lost)[2:] == [
+        "run      params  steps  tokens  hours  val loss    best  at step  nan from",
+        "healthy    124M      4      4k  0.040    3.5000  3.5000        4         -",
+        "lost       124M      5      5k  0.050    3.5000  3.5000        5         3",
+    ]
 
 
 def test_flags_that_were_typed_come_first(tmp_path, capsys):

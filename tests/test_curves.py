@@ -30,7 +30,7 @@ def write_run(
     (folder / "log.txt").write_text("\n".join(lines) + "\n")
     start = {
         "flags": {"optimizer": "adamw", "schedule": "cosine", "max_lr": 1e-3, "data": "shards"},
-        "run": "a", "first_step": 0, "first_tokens": 0, "parameters": 124475904, "tokens_per_step": 1000, "comparable": {},
+        "run": "a", "first_step": 0, "first_tokens": 0, "parameters": 124439808, "tokens_per_step": 1000, "comparable": {},
     } | start | {
         "data": {"source": "text", "val": [], "tokenizer": "gpt2", "bytes_per_token": 4.5} | start.get("data", {})
     }  # fmt: skip
@@ -133,6 +133,14 @@ def test_a_picture_shows_the_values_of_its_run(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG) and (width, height) == (1000, 700)
 
 
+@pytest.mark.parametrize("source, named", [("a long " * 30, "a long " * 7 + "a"), (None, "data")])
+def test_the_title_names_the_text_or_else_the_folder_of_the_shards(tmp_path, source, named):
+    flags = {"optimizer": "adamw", "schedule": "cosine", "max_lr": 1e-3, "data": "cc/data"}
+    run = write_run(tmp_path / "run", [5.0], {}, flags=flags, data={"source": source})
+    title = draw_run(read_run(run)).axes[0].get_title()
+    assert title.endswith(f"parameters, 1,000 tokens per step; adamw, cosine, learning rate 0.001; on {named}")
+
+
 def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
     lengths = {"_a": 4.0, "b$c$": 2.0}
     runs = [
@@ -140,13 +148,26 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
         for name, n in lengths.items()
     ]
     figure = draw_runs(list(lengths), runs, "tokens")
-    [axes] = figure.axes
+    axes, _ = figure.axes
     train, _, val, _, _, other_val = points(axes)
     assert (train, val, other_val) == ([[0, 2], [1000, 1.5]], [[2000, 1]], [[2000, 2]])
     assert "per byte" in axes.get_ylabel() and [label.replace("\\", "") for label in labels_of(figure)] == [*lengths]
     curves.save(figure, tmp_path / "picture.png")  # in which the names of runs are no formulas
-    [axes] = draw_runs(["a", "c"], [runs[0], runs[0]]).axes
+    axes, _ = draw_runs(["a", "c"], [runs[0], runs[0]]).axes
     assert "per token" in axes.get_ylabel()
+
+
+def test_the_ends_of_many_runs_can_be_told_apart(tmp_path):
+    """Ten runs fall from 11 to about 3, and end 0.02 apart."""
+    ends = [3 + 0.02 * i / 9 for i in range(10)]
+    runs = [
+        read_run(write_run(tmp_path / str(i), [end + 8 * math.exp(-step / 100) for step in range(900)], {900: end}))
+        for i, end in enumerate(ends)
+    ]
+    whole, last = draw_runs([run.name for run in runs], runs).axes
+    assert whole.get_xlim()[0] == 0 and last.get_xlim()[0] == 600
+    low, high = last.get_ylim()
+    assert low < 3 and high > 3.02 and 0.02 / (high - low) > 0.3
 
 
 # ---- while training
@@ -154,16 +175,17 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.curves
-@pytest.mark.parametrize("problem", [None, "no matplotlib", "full disk"])
-def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_path, monkeypatch, capsys, problem):
+@pytest.mark.parametrize("problem", [None, "no matplotlib", "no disk"])
+def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_path, monkeypatch, capfd, problem):
     monkeypatch.setattr(curves, "DRAW_SECONDS", 0.0)
-    if problem == "no matplotlib":
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    elif problem:
-        monkeypatch.setattr(curves, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     out = tmp_path / "run"
+    if problem == "no matplotlib":
+        (tmp_path / "matplotlib.py").write_text("raise ImportError")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    elif problem:
+        (out / "curves.png").mkdir(parents=True)  # which no file replaces
     trained(out, "--data", byte_shards, "--max-steps", 6, "--val-every", 1)
-    errors = capsys.readouterr().err
+    errors = capfd.readouterr().err
     if problem:
         assert errors.count("\n") == 1 and errors.startswith(f"warning: cannot draw {out / 'curves.png'} (")
     else:
@@ -172,3 +194,37 @@ def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_pat
     monkeypatch.setattr(CurvesFile, "draw", lambda self: None)
     trained(tmp_path / "other", "--data", byte_shards, "--max-steps", 6, "--val-every", 1)
     assert_same_run(out, tmp_path / "other")
+
+
+@pytest.mark.curves
+def test_a_picture_is_drawn_from_the_folder_by_another_process(tmp_path, monkeypatch):
+    """What matplotlib keeps of a figure would otherwise add up in the process that trains."""
+    folder = write_run(tmp_path / "run", [5.0, 4.0], {0: 5.1, 2: 3.9})
+    monkeypatch.setattr(curves, "draw_run", None)
+    picture = CurvesFile(folder)
+    picture.draw()
+    picture.wait()
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.curves
+def test_training_waits_for_no_picture_and_has_one_at_a_time_drawn(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(curves, "DRAW_SECONDS", 0.0)
+    slow = tmp_path / "python"  # notes each picture, and finishes none before it may
+    slow.write_text(f'#!/bin/sh\ncd "{tmp_path}"\necho drawn >> notes\nuntil [ -e go ]; do sleep 0.01; done\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    picture = CurvesFile(tmp_path)
+    for _ in range(3):
+        picture.update()
+    (tmp_path / "go").touch()
+    picture.wait()
+    assert (tmp_path / "notes").read_text().count("drawn") == 1
+    picture.update()
+    picture.wait()
+    assert (tmp_path / "notes").read_text().count("drawn") == 2
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    for _ in range(2):
+        picture.update()  # best effort
+    warning = f"warning: cannot draw {tmp_path / 'curves.png'} (No such file or directory).\n"
+    assert capfd.readouterr().err == warning

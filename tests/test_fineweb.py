@@ -33,9 +33,9 @@ def test_files_of_every_kind_are_one_corpus(tmp_path):
     texts = ["first é", "second", "third", "fourth", "fifth"]
     assert tokens_in(tmp_path / "out") == plain_loop(texts, plain_bytes, 256, 8)
     assert done.stdout.splitlines()[-1] == "out: 35 tokens (bytes), documents: 5, shards: 5"
-    assert {p.name for p in (tmp_path / "out").glob("*.npy")} == {
-        "a_val_000000.npy",
-        *(f"a_train_{i:06d}.npy" for i in range(1, 5)),
+    assert {p.name.removeprefix(tmp_path.name) for p in (tmp_path / "out").glob("*.npy")} == {
+        "_val_000000.npy",
+        *(f"_train_{i:06d}.npy" for i in range(1, 5)),
     }
 
 

@@ -28,12 +28,13 @@ from support.checkpoints.history import (
     describe_end,
     describe_start,
     read_starts,
+    starts_in_log,
 )
 from support.cli import UserError
 from support.console import run_logger
 
 
-def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch):
+def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch, capsys):
     seen, train_step = [], train_gpt2.train_step
 
     def step(*args):
@@ -50,8 +51,8 @@ def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_sha
     assert start["command"] == sys.argv
 
     weights = load_file(newest_checkpoint(tmp_path / "run") / "model.safetensors")
-    padding = (320 - 257) * 32  # rows that files do not have
-    assert start["parameters"] == sum(w.numel() for w in weights.values()) + padding
+    assert start["parameters"] == sum(w.numel() for w in weights.values())
+    assert f"model   {start['parameters']:,} parameters" in capsys.readouterr().out
     manifest, data = json.loads((byte_shards / "manifest.json").read_text()), start["data"]
     for split in ("train", "val"):
         shards = [s for s in manifest["shards"] if s["split"] == split]
@@ -73,7 +74,7 @@ def test_each_start_appends_a_line_and_changes_none(byte_shards, tmp_path, monke
     first = path.read_bytes()
     monkeypatch.setattr(platform, "python_version", lambda: "9.9")
     resumed(tmp_path, "--keep", 2)
-    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == 4
+    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == first.count(b"\n") + 2
     before, after = read_starts(tmp_path)
     assert (before["first_step"], after["first_step"]) == (0, 2) and after["versions"]["python"] == "9.9"
     changed = {"keep": 2, "resume": "newest"}
@@ -95,6 +96,31 @@ def test_a_line_that_a_kill_has_cut_off_takes_no_other_with_it(tmp_path, cut):
     assert read_starts(tmp_path) == left
     append_lines(tmp_path, START | {"first_step": 2})
     assert read_starts(tmp_path) == [*left, START | {"first_step": 2}]
+
+
+def test_a_set_of_shards_is_listed_once(tmp_path):
+    """A thousand shards take 120 kB. Versions before this one listed them with each start."""
+    shards = [[f"x_train_{i:06d}.npy", 10**8, f"{i:064x}"] for i in range(1000)]
+    others = [[name, tokens - 1, checksum] for name, tokens, checksum in shards]
+    starts = [
+        START | {"first_step": step, "data": {"train": train, "val": shards[:1], "source": "x"}}
+        for step, train in enumerate((shards, shards, others, shards))
+    ]
+    path = tmp_path / "starts.jsonl"
+    path.write_text(json.dumps(starts[0]) + "\n")
+    sizes = [path.stat().st_size]
+    for start in starts[1:]:
+        append_lines(tmp_path, start)
+        sizes.append(path.stat().st_size)
+    assert read_starts(tmp_path) == starts
+    grown = np.diff(sizes)
+    assert min(grown[:2]) > 90_000 and grown[2] < 500
+    (tmp_path / "fork").mkdir()
+    append_lines(tmp_path / "fork", *read_starts(tmp_path))  # as a fork begins
+    assert read_starts(tmp_path / "fork") == starts and (tmp_path / "fork/starts.jsonl").stat().st_size < sizes[2]
+    path.write_bytes(path.read_bytes().replace(b"x_train_000007", b"x_train_00\x00"))  # damaged
+    damaged = read_starts(tmp_path)
+    assert [start["first_step"] for start in damaged] == [1, 2, 3] and damaged[0]["data"] == damaged[2]["data"]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +152,12 @@ def test_values_of_equal_keys_are_comparable():
     without = START | {"first_step": 9, "comparable": {}}  # measures none
     assert comparable_values("val", values, [*starts, without]) == {0: 9.0, 3: 8.0, 6: 7.0}
     assert comparable_values("val", values, starts[1:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}  # the first is not known
+
+
+def test_a_start_at_the_step_of_an_earlier_one_replaces_it():
+    """A process that was killed before its first checkpoint has left no value in the log."""
+    starts = [START | {"run": run, "first_step": step} for run, step in (("a", 0), ("b", 0), ("c", 4), ("d", 4))]
+    assert [start["run"] for start in starts_in_log(starts)] == ["b", "d"]
 
 
 NO_STEP = START | {"first_step": {}}

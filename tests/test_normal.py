@@ -105,6 +105,13 @@ def test_each_public_value_is_normal():
         assert not any(point.widths for name in ("val", "hella") for point in verdict.points[name])
 
 
+@pytest.mark.parametrize("more, is_normal", [(0.05, True), (-0.05, True), (0.15, False), (-0.15, False)])
+def test_a_different_seed_changes_the_first_losses_but_not_by_much(more, is_normal):
+    """In a log without noise, which would be allowed for, too. The band is 0.01 to 0.05 wide there."""
+    verdict = normal.judge(make_log(train={0: more}, val={0: 0}, cut=200, noise=0))
+    assert verdict and verdict.is_normal is is_normal, str(verdict)
+
+
 @pytest.mark.parametrize("fewer", [-0.018, -0.037])
 def test_validation_over_fewer_tokens_is_normal(fewer):
     verdict = normal.judge(make_log(val={0: fewer}))
@@ -262,7 +269,7 @@ def test_bad_arguments(tmp_path):
 def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags: object) -> None:
     recipe = config_with().used_flags() | {"tokenizer": "gpt2"}
     start = {
-        "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124475904,
+        "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124439808,
         "flags": recipe | flags, "data": {"source": source, "val": [], "tokenizer": "gpt2"}, "comparable": {"val": "x"},
         "hellaswag_items": 10042,
     }  # fmt: skip

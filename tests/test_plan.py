@@ -151,7 +151,7 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     main("--plan --model gpt2-xl --gpus 64 --gpu H100 --price 2.5 --max-steps 61035 --mfu 0.49".split())
     out = printed(capsys)
-    assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 31,999,918,080 in total" in out
+    assert "1,557,611,200 parameters" in out and "61,035 steps of 524,288 tokens, 31,999,918,080 in total" in out
     [hours] = re.findall(r"time +ddp: (\S+) hours; .* at 49\.0% MFU \(--mfu\)", out)
     assert float(hours) == pytest.approx(24 / 8, rel=0.05)
     [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU-hour", out)[0]
@@ -175,13 +175,19 @@ def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, mon
 
 def test_the_vocabulary_is_that_of_shards_or_pretrained_weights(byte_shards, tiny_model, tmp_path, capsys):
     main(["--plan", "--data", str(byte_shards), *TINY_MODEL_FLAGS])
-    assert "model    36,224 parameters" in printed(capsys)
+    assert "model    34,208 parameters" in printed(capsys)
     main(["--plan", "--demo"])
     assert "model    1,127,552 parameters" in printed(capsys)
     tiny_model.save_pretrained(tmp_path / "base")
     get_tokenizer("bytes").save_pretrained(tmp_path / "base", 16)
     main(["--plan", "--init-from", str(tmp_path / "base"), "--block-size", "16", "--dtype", "auto"])
-    assert "model    36,224 parameters" in printed(capsys)
+    assert "model    34,208 parameters" in printed(capsys)
+
+
+def test_parameters_are_those_of_the_published_models(capsys):
+    """The vocabulary is padded in memory, but not in files."""
+    main(["--plan"])
+    assert "model    124,439,808 parameters" in printed(capsys)
 
 
 def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):

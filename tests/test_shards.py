@@ -165,6 +165,24 @@ def test_more_shards_than_files_may_be_open(tmp_path, hard_limit, output, error)
     assert done.stderr == error.format(tmp_path)
 
 
+CHECK = """
+import resource, sys
+import fineweb
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+fineweb.main(["--check", sys.argv[1]])
+"""
+
+
+def test_check_has_one_shard_open_at_a_time(tmp_path):
+    """Those that stay mapped stay in memory, too."""
+    for number in range(70):
+        np.save(tmp_path / shards.shard_name("x", "train", number), np.zeros(9, np.uint16))
+    command = [sys.executable, "-c", CHECK, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "70 shards, 630 tokens (gpt2), well-formed" in done.stdout, done.stderr
+
+
 def test_tokens_are_read_while_the_file_has_them(tmp_path):
     path = tmp_path / "x_train_000001.npy"
     np.save(path, np.arange(10_000, dtype=np.uint16))

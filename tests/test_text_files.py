@@ -71,6 +71,24 @@ def test_small_files_are_one_part(tmp_path, monkeypatch):
     assert documents_of(corpus) == ["x" * 10] * 30
 
 
+@pytest.mark.parametrize(
+    "files, prefix",
+    [
+        (["my.notes/a.b.txt"], "a"),
+        (["my.notes/a.txt", "my.notes/b.txt"], "my.notes"),
+        (["my.notes/a.txt", "my.notes/deep/b.txt"], "my.notes"),
+        (["my.notes/deep1/a.txt", "my.notes/deep2/b.txt"], "my.notes"),
+    ],
+)
+def test_shards_have_the_name_of_the_file_or_of_the_folder_of_all_files(tmp_path, monkeypatch, files, prefix):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert TextFiles([tmp_path / file for file in files]).prefix == prefix
+    monkeypatch.chdir(tmp_path / "my.notes")
+    assert TextFiles([Path(file).relative_to("my.notes") for file in files]).prefix == prefix
+
+
 def test_a_large_corpus_has_larger_parts_not_more(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_PARTS", 10)
     (tmp_path / "a.txt").write_text("some words " * 10_000)

@@ -1,12 +1,15 @@
 """`starts.jsonl`: each process that starts or resumes a run appends a line about its flags, machine and versions.
 
-A second line says how the process ended, unless it was killed. A fork begins with the lines of its parent, whose log it
-continues. The tools that read a run take its flags and data from the last start.
+A second line says how the process ended, unless it was killed. A list of shards has a line of its own, which all starts
+with these shards refer to. A fork begins with the lines of its parent, whose log it continues. The tools that read a run
+take its flags and data from the last start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,7 +17,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +41,7 @@ REQUIRED = {
     "run": str, "first_step": int, "first_tokens": int, "tokens_per_step": int, "flags": dict, "data": dict,
     "comparable": dict, "parameters": int,
 }  # fmt: skip
+SPLITS = ("train", "val")  # fields of a start's data: lists of shards
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,7 +50,6 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     import torch
 
     from support.runtime import devices
-    from support.runtime.memory import Sizes
 
     flags, tokenizer, machine = run.config.used_flags(), run.data.tokenizer, run.machine
     del flags["model"]  # its sizes are flags, too
@@ -79,7 +82,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "vocab_size": tokenizer.vocab_size,
             "bytes_per_token": run.bytes_per_token,
         },
-        "parameters": Sizes.of(run.model).parameters,
+        "parameters": run.parameters,
         "tokens_per_step": run.config.total_batch_size,
         "validation_tokens": run.validated_tokens,
         "hellaswag_items": run.hellaswag_items,
@@ -99,13 +102,20 @@ def describe_end(step: int, error: BaseException | None) -> dict[str, Any]:
 def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     """Appends lines to `starts.jsonl`, and waits until they are on the disk.
 
+    A list of shards, which may be long, gets a line of its own before the first start with it.
+
     Raises:
         OSError: they could not be written.
     """
     path = folder / FILE
-    is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # cut off by a kill or a full disk
+    before = path.read_bytes() if path.exists() else b""
+    added = b"" if before.endswith(b"\n") or not before else b"\n"  # cut off by a kill or a full disk
+    for line in itertools.chain.from_iterable(map(_list_shards_apart, lines)):
+        text = json.dumps(line).encode() + b"\n"
+        if "shards" not in line or text not in before + added:
+            added += text
     with open(path, "ab") as file:
-        file.write(b"\n" * is_torn + b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        file.write(added)
         file.flush()
         os.fsync(file.fileno())
 
@@ -115,17 +125,37 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
     How a start ended is in its field "ended"; it is missing while the process runs, or if it was killed.
     """
-    path, starts = folder / FILE, list[dict[str, Any]]()
+    path, starts, shards = folder / FILE, list[dict[str, Any]](), dict[str, list[Any]]()
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(line)
             if not isinstance(content, dict):
                 continue
             if all(type(content.get(name)) is kind for name, kind in REQUIRED.items()):
+                data = content["data"]
+                for split in SPLITS:  # earlier versions had the list itself
+                    if type(key := data.get(split)) is str:
+                        data[split] = shards.get(key, key)
                 starts.append(content)
+            elif type(content.get("shards")) is list:
+                shards[_key_of(content["shards"])] = content["shards"]
             elif type(content.get("end")) is str and starts:
                 starts[-1]["ended"] = content
     return starts
+
+
+def _list_shards_apart(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields a line for each list of shards in a line, and the line with their keys in place of them."""
+    lists = {split: shards for split in SPLITS if type(shards := line.get("data", {}).get(split)) is list}
+    for shards in lists.values():
+        yield {"shards": shards}
+    keys = {split: _key_of(shards) for split, shards in lists.items()}
+    yield {**line, "data": line["data"] | keys} if keys else line
+
+
+def _key_of(shards: list[Any]) -> str:
+    """Returns what stands for a list of shards in a start: a part of its SHA-256."""
+    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:16]
 
 
 def starts_in_log(starts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

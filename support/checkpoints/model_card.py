@@ -77,10 +77,8 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
         "base_model": base_name if on_hub else None,
     }
     vocab_size = model_config.vocab_size
-    parameters = sum(p.numel() for name, p in run.model.named_parameters() if ".lora_" not in name)
-    padding = (model_config.padded_vocab_size - vocab_size) * model_config.n_embd
     facts = {
-        "parameters": f"{parameters - padding:,}",
+        "parameters": f"{run.parameters:,}",
         "sizes": f"{pluralize(model_config.n_layer, 'layer')}, {pluralize(model_config.n_head, 'head')}, "
         f"{pluralize(model_config.n_embd, 'channel')}, "
         f"context {model_config.block_size:,}",

@@ -63,6 +63,13 @@ class RunInfo:
         """The model's GPTConfig."""
         return self.model.config
 
+    @functools.cached_property
+    def parameters(self) -> int:
+        """The number of the model's parameters: without LoRA's, and without the rows that pad the vocabulary in memory."""
+        numels = [p.numel() for name, p in self.model.named_parameters() if ".lora_" not in name]
+        config = self.model_config
+        return sum(numels) - (config.padded_vocab_size - config.vocab_size) * config.n_embd
+
     @property
     def first_step(self) -> int:
         """The first step of this process."""

@@ -6,7 +6,10 @@ Each picture is a separate `matplotlib.figure.Figure`, so neither pyplot nor a d
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.checkpoints.history import argmin_loss, comparable_values, read_starts, starts_in_log
-from support.cli import UserError, warn
+from support.checkpoints.history import ROOT, argmin_loss, comparable_values, read_starts, starts_in_log
+from support.cli import UserError, describe_error, warn
 from support.console import normal
 from support.console.log import read_log
 from support.files import atomic_write
@@ -71,6 +74,12 @@ class Run:
     def steps(self) -> int:
         """The number of steps that the run has completed."""
         return max(self.seconds, default=-1) + 1
+
+    @property
+    def lost_from(self) -> int | None:
+        """The step from which on the training loss is not finite; None if the last one is."""
+        first = max(self.train, default=-1) + 1
+        return first if first < self.steps else None
 
     @property
     def has_first_step(self) -> bool:
@@ -172,6 +181,8 @@ def draw_run(run: Run) -> Figure:
 def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -> Figure:
     """Draws the losses of several runs in one picture: per byte if their tokenizers differ, otherwise per token.
 
+    Their last third is drawn once more on a scale of its own, since runs often end close to each other.
+
     Args:
         labels: a different one for each run.
         axis: the x-axis, a key of AXES.
@@ -179,20 +190,27 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     figure = _new_figure("training (thin, smoothed) and validation (dots)")
     from matplotlib import colormaps
 
-    axes = figure.add_subplot()
-    per_byte, curves, lines = compares_per_byte(runs), list[Curve](), []
-    for i, run in enumerate(runs):
+    per_byte, curves, losses = compares_per_byte(runs), list[Curve](), []
+    for run in runs:
         scale = 1 / run.bytes_per_token if per_byte else 1.0
-        color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
         ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, scale) for name in ("train", "val"))
-        axes.plot(x, smooth(y), color=color, linewidth=1, alpha=0.5)
-        lines.extend(_draw_validation(axes, *val, color))
-        _draw_others(axes, other_train, other_val)
-        curves += [(x, smooth(y)), val]
-    axes.legend(lines, [label.replace("$", r"\$") for label in labels], loc="upper right")  # $ would begin a formula
-    axes.set_ylim(*loss_limits(curves))
-    axes.set_ylabel(f"loss, nats per {'byte' if per_byte else 'token'}")
-    _style(axes, axis, max(x.max() for x, _ in curves if len(x)))
+        losses.append(((x, smooth(y)), val, other_train, other_val))
+        curves += losses[-1][:2]
+    end = max(x.max() for x, _ in curves if len(x))
+    whole, last = figure.subplots(1, 2, width_ratios=[3, 2])
+    for axes, start in (whole, 0.0), (last, end * 2 / 3):
+        lines = []
+        for i, (train, val, other_train, other_val) in enumerate(losses):
+            color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
+            axes.plot(*train, color=color, linewidth=1, alpha=0.5)
+            lines.extend(_draw_validation(axes, *val, color))
+            _draw_others(axes, other_train, other_val)
+        _style(axes, axis, end)
+        axes.set_xlim(left=start)
+        axes.set_ylim(*loss_limits([(x[x >= start], y[x >= start]) for x, y in curves]))
+    whole.legend(lines, [label.replace("$", r"\$") for label in labels], loc="upper right")  # $ would begin a formula
+    whole.set_ylabel(f"loss, nats per {'byte' if per_byte else 'token'}")
+    last.set_title("the last third", fontsize=10)
     return figure
 
 
@@ -264,7 +282,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         curves.append((np.array([0]), np.array([OPENAI_LOSS])))
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(_key_flags(run), fontsize=10, parse_math=False)
+    axes.set_title(_key_flags(run), fontsize=9, parse_math=False)
     axes.legend(loc="upper right")
 
 
@@ -321,7 +339,8 @@ def _key_flags(run: Run) -> str:
     flags = run.flags
     schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr', 0):.3g}"
     sizes = f"{short_count(run.start['parameters'])} parameters, {run.start['tokens_per_step']:,} tokens per step"
-    return on_one_line(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
+    data = run.start["data"]["source"] or Path(str(flags.get("data"))).name
+    return on_one_line(f"{sizes}; {schedule}; on {data:.50}")
 
 
 def short_count(n: float) -> str:
@@ -338,24 +357,58 @@ def short_count(n: float) -> str:
 
 
 class CurvesFile:
-    """`curves.png` in a run's folder; without a folder, nothing is drawn. Best effort: only the first failure warns."""
+    """`curves.png` in a run's folder, drawn from the folder by a process of its own; without a folder, nothing is drawn.
+
+    So training waits for no picture, and what matplotlib keeps of one is gone with the process. Best effort: only the
+    first failure warns.
+    """
 
     def __init__(self, folder: Path | None):
         self._folder, self._warned = folder, False
+        self._process: subprocess.Popen[str] | None = None
         self._not_before = time.monotonic() + DRAW_SECONDS
 
     def update(self) -> None:
-        """Draws the curves, unless they were drawn recently."""
-        if time.monotonic() >= self._not_before:
+        """Begins to draw the curves, unless they were drawn recently or the last picture is not finished."""
+        if time.monotonic() >= self._not_before and (self._process is None or self._process.poll() is not None):
             self.draw()
 
     def draw(self) -> None:
+        """Begins to draw the curves, once the last picture is finished."""
+        self.wait()
         if self._folder is None:
             return
+        command = [sys.executable, "-m", "support.console.curves", str(self._folder.resolve())]
         try:
-            save(draw_run(read_run(self._folder)), self._folder / "curves.png")
-        except Exception as error:  # matplotlib raises many kinds
-            if not self._warned:
-                warn(f"cannot draw {self._folder / 'curves.png'} ({error}).")
-            self._warned = True
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace",
+                start_new_session=True,  # Ctrl-C is for the run
+            )  # fmt: skip
+        except OSError as error:
+            self._warn(describe_error(error))
         self._not_before = time.monotonic() + DRAW_SECONDS
+
+    def wait(self) -> None:
+        """Waits until the last picture is finished."""
+        if self._process:
+            _, errors = self._process.communicate()
+            if self._process.returncode:
+                self._warn([f"exit code {self._process.returncode}", *errors.splitlines()][-1])
+        self._process = None
+
+    def _warn(self, reason: str) -> None:
+        if self._folder and not self._warned:
+            warn(f"cannot draw {self._folder / 'curves.png'} ({reason}).")
+        self._warned = True
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draws `curves.png` in a folder, the only argument, with low priority."""
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(10)
+    folder = Path(argv[0])
+    save(draw_run(read_run(folder)), folder / "curves.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

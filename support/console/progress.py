@@ -70,7 +70,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
     device += [machine.dtype, "compiled"] if machine.compiled else [machine.dtype]
     device += ["CUDA graphs"] if machine.cuda_graphs else []
     device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
-    trained = f" ({sizes.trained:,} trained)" if sizes.trained < sizes.parameters else ""
+    trained = f" (frozen; LoRA trains {sizes.trained:,} of its own)" if config.lora_rank else ""
     options = "".join(f", {name} {value}" for name, value in options_of(model).items())
     validated = f"; validation on {run.validated_tokens:,} tokens of {run.bytes_per_token:.2f} bytes"
     validated = validated if config.val_every != 0 else ""
@@ -78,7 +78,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
         ("device", ", ".join([*device, f"torch {torch.__version__}; train_gpt2.py {__version__}"])),
         (
             "model",
-            f"{sizes.parameters:,} parameters{trained}: {pluralize(model.n_layer, 'layer')}, "
+            f"{run.parameters:,} parameters{trained}: {pluralize(model.n_layer, 'layer')}, "
             f"{pluralize(model.n_head, 'head')}, {pluralize(model.n_embd, 'channel')}, context {T}{options}",
         ),
         (

@@ -225,6 +225,7 @@ class RunLogger:
                 self.log.close()
                 self._curves.draw()
         finally:
+            self._curves.wait()
             self._bar.close()  # last: drawing takes seconds on a busy machine
 
     def _evaluation(self, step: int, name: str, value: float) -> None:

@@ -11,10 +11,11 @@ import os
 import re
 import textwrap
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from errno import EMFILE
 from pathlib import Path
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ from support.data.tokenizer import (
     find_tokenizer,
     get_tokenizer,
 )
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 ShardIdentity: TypeAlias = list[str | int]  # name, number of tokens, SHA-256 (without a manifest, of both ends only)
@@ -306,13 +309,43 @@ def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> np
     return tokens
 
 
-def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool = False) -> list[np.memmap]:
+def open_shards(directory: str | os.PathLike[str], *splits: str) -> list[np.memmap]:
     """Returns the memory-mapped shards of some splits. Checks types and dimensions, and compares lengths with the manifest.
-
-    With `read_all`, it also compares their checksums with the manifest, and their ids with the vocabulary.
 
     Raises:
         UserError: there are none, or some fail the check; one line for each.
+    """
+    return _for_each_shard(directory, splits, load_shard)
+
+
+def read_shards(directory: str | os.PathLike[str]) -> list[int]:
+    """Reads all shards, one at a time, and returns the number of tokens in each.
+
+    Besides what `open_shards` checks, it compares their checksums with the manifest, and their ids with the vocabulary.
+
+    Raises:
+        UserError: as `open_shards`.
+    """
+
+    def read(path: Path, entry: ShardEntry | None) -> int:
+        tokens = load_shard(path, entry, verify=True)
+        return len(read_tokens(tokens, 0, len(tokens), vocab_size))
+
+    vocab_size = read_manifest(directory)["vocab_size"]
+    return _for_each_shard(directory, ("train", "val"), read, quiet=None)
+
+
+def _for_each_shard(
+    directory: str | os.PathLike[str], splits: Sequence[str], load: Callable[[Path, ShardEntry | None], T],
+    quiet: bool | None = True,
+) -> list[T]:  # fmt: skip
+    """Returns what `load` returns for each shard of some splits, called with its path and its entry in the manifest.
+
+    Args:
+        quiet: None shows a progress bar on a terminal.
+
+    Raises:
+        UserError: there are none, or `load` raised for some; one line for each.
     """
     from tqdm import tqdm
 
@@ -332,17 +365,13 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
             f'no {splits[0]} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
         )
     _raise_open_file_limit(len(names))
-    shards: list[np.memmap] = []
-    problems: list[str] = []
-    quiet = None if read_all else True
+    loaded, problems = list[T](), list[str]()
     for name in tqdm(sorted(names), "checking shards", unit=" shards", leave=False, delay=1, disable=quiet):
         path = Path(directory) / name
         try:
             if listed and name not in listed:
                 raise UserError(f"{path} is not in the manifest. Move it out of the folder.")
-            shards.append(load_shard(path, listed.get(name), read_all))
-            if read_all:
-                read_tokens(shards[-1], 0, len(shards[-1]), manifest["vocab_size"])
+            loaded.append(load(path, listed.get(name)))
         except UserError as error:
             if getattr(error.__cause__, "errno", None) == EMFILE:  # nothing is wrong with the shard
                 raise UserError(
@@ -352,7 +381,7 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return shards
+    return loaded
 
 
 def _raise_open_file_limit(num_shards: int) -> None:

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
@@ -134,6 +134,12 @@ def slug(name: str) -> str:
     return safe.encode()[:60].decode(errors="ignore") or "text"
 
 
+def _common_folder(paths: Sequence[Path]) -> Path:
+    """Returns the innermost folder that has all files; an empty path if they are on different drives."""
+    first, *others = (Path(os.path.abspath(path)) for path in paths)
+    return next((folder for folder in first.parents if all(other.is_relative_to(folder) for other in others)), Path())
+
+
 def estimate_text_bytes(path: Path, text_field: str) -> int:
     """Estimates the bytes of text in a file, without reading it; other fields of a .jsonl file count, too."""
     with _reading(str(path)):
@@ -229,7 +235,7 @@ class TextFiles(Corpus):
     def __init__(self, paths: list[Path], text_field: str = "text", separator: str | None = None):
         self.paths, self.text_field, self.separator = paths, text_field, separator
         self.settings = {"text_field": text_field, "document_separator": separator}
-        self.prefix = slug(paths[0].name.split(".")[0])
+        self.prefix = slug(paths[0].name.split(".")[0] if len(paths) == 1 else _common_folder(paths).name)
         self.name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
         self.name += f" ... ({len(paths)} files)" if len(paths) > 9 else ""
         self._stamps = list(map(self._stamp, paths))

@@ -67,6 +67,7 @@ class Plan:
     options: PlanOptions
     config: TrainConfig
     sizes: Sizes
+    parameters: int  # without the rows that pad the vocabulary in memory
     flops_per_token: int
     tokenizer: str  # gpt2, bytes or bpe
     layout: Layout  # in bf16
@@ -193,7 +194,9 @@ def print_report(options: PlanOptions, config: TrainConfig, new_model: NewModel,
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
     layout = Layout.of(config, torch.bfloat16, options.gpus, compiled=config.compile is not False)
-    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), tokenizer, layout)
+    sizes = Sizes.of(model)
+    parameters = sizes.parameters - (sizes.vocab_size - vocab_size) * sizes.n_embd
+    plan = Plan(options, config, sizes, parameters, model.flops_per_token(), tokenizer, layout)
     for line in report(plan):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
@@ -215,7 +218,7 @@ def report(plan: Plan) -> Iterator[str]:
     if options.peak:
         peak, gpu = options.peak * 1e12, f"GPU of --peak (memory: {options.gpu})"
     yield (
-        f"model    {sizes.parameters:,} parameters: {sizes.n_layer} layers, {sizes.n_head} heads, "
+        f"model    {plan.parameters:,} parameters: {sizes.n_layer} layers, {sizes.n_head} heads, "
         f"{sizes.n_embd} channels, context {T}"
     )
     yield (
