@@ -138,12 +138,12 @@ class Schedule:
         if minutes is None:
             passes = (steps_read + max_steps - first_step) / steps_per_pass
             return (
-                f"{pluralize(max_steps, 'step')}: {passes:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
+                f"{pluralize(max_steps, 'step')}: {passes:.2f} passes over the data, {_steps(steps_per_pass)} steps each"
             )
         since = f" ({seconds / 60:.1f} already done)" if seconds else ""
         limit = f", but at most {max_passes:g} passes" if max_passes else ""
         time = f"{minutes:g} minute{'' if minutes == 1 else 's'}{since}"
-        return f"{time}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
+        return f"{time}{limit}; a pass over the data has {_steps(steps_per_pass)} steps"
 
     def describe_rates(self) -> str:
         """Describes optimizer and learning rates in words."""
@@ -160,3 +160,7 @@ class Schedule:
         adamw = f" ({c.adamw_lr:.3g} for AdamW)" if c.adamw_lr is not None else ""
         rates = f"learning rate {c.max_lr:.3g}{adamw}{after}, {cooldown}falling to {c.min_lr:.3g} {end}"
         return f"{c.optimizer}, {c.schedule}; {rates}"
+
+
+def _steps(n: float) -> str:
+    return f"{n:,.{1 if n < 100 else 0}f}"  # nobody needs tenths of many
