@@ -231,6 +231,19 @@ def load_examples(
     return examples
 
 
+def count_items(config: TrainConfig) -> int:
+    """Returns how many items a training run scores each time, without downloading them.
+
+    Raises:
+        UserError: the file of --hellaswag-data does not have HellaSwag items.
+    """
+    if config.hellaswag_every == 0:
+        return 0
+    if config.hellaswag_data is None:
+        return min(config.hellaswag_limit or NUM_VAL_ITEMS, NUM_VAL_ITEMS)
+    return len(load(config.hellaswag_data, config.hellaswag_limit))
+
+
 def count_truncated(examples: Sequence[Example], block_size: int) -> int:
     """Counts the endings that, with their contexts, are longer than a model's context."""
     return sum(length > block_size for example in examples for length in example.row_lengths())

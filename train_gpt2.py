@@ -67,7 +67,7 @@ from support.checkpoints.start import Start
 from support.checkpoints.state import TrainState
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
-from support.data.shards import TokenData, read_tokens, rows_in_shard
+from support.data.shards import TokenData, read_tokens, rows_in_shard, shard_paths
 from support.data.tokenizer import Tokenizer
 from support.optim.layers import Dropout, causal_attention
 from support.optim.loss import chunked_cross_entropy
@@ -829,16 +829,15 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GP
     return model
 
 
-def open_data(config: TrainConfig, start: Start, dist: Distributed) -> TokenData:
-    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
+def open_data(config: TrainConfig, start: Start) -> TokenData:
+    """Opens the shards of a run, and checks that they have enough tokens.
 
     Raises:
-        UserError: a check failed.
+        UserError: they are missing or corrupt, or have too few.
     """
     validates = config.val_every != 0
     data = TokenData.open(config.data, validates, start.first_model(config))
     data.check_rows(config.block_size, config.step_rows, config.val_tokens if validates else None, config.shuffle)
-    memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
     return data
 
 
@@ -849,7 +848,8 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
-        data = open_data(config, start, dist)
+        data = open_data(config, start)
+        memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
         with fsdp.weights_on_rank_zero(use_fsdp, dist.rank):  # the others get theirs from rank 0, in ShardedModel
             model = initial_model(config, data.tokenizer, start)
         identity = start.identify_data(data, model)
@@ -951,7 +951,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if start.resumed and dist.once(partial(run_folder.has_finished, config.out, start.resumed.step)):
         return print_finished(config, start, dist.print0)
     if plan_options.plan:
-        return plan.print_report(plan_options, config, new_model, dist.rank)
+        data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
+        return plan.print_report(plan_options, config, new_model, data, hellaswag.count_items(config), dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if start.needs_measurement(config):  # times models to find what suits the time

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TINY_SIZES
-from training import NEW_RUN, ONE_PROCESS, config_with, saved_bytes
+from training import config_with, saved_bytes, trained
 
 from support.checkpoints import huggingface, lora
 from support.cli import UserError
 from support.runtime import devices, fsdp, memory
 from support.runtime.memory import Layout, Sizes, training_memory
-from train_gpt2 import GPT, MODELS, GPTConfig, new_model, open_data
+from train_gpt2 import GPT, MODELS, GPTConfig, new_model
 
 # Small, and with activations that are most of the memory.
 SMALL = config_with(
@@ -143,17 +143,22 @@ def test_what_cannot_fit_is_refused(monkeypatch, changes, gigabytes, problem):
         memory.check_training_fits(config, 50257, 1, torch.device("cpu"))
 
 
-def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch, byte_shards):
+def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
     """By hand: 16 bytes for each of 48 x (12 x 1600^2 + 13 x 1600) + (257 + 16) x 1600 + 2 x 1600 parameters."""
-    sizes = {"cpu": 10**12, "cuda": 23 * 10**9}
+    sizes, gpu = {"cpu": 10**12, "cuda": 23 * 10**9}, torch.device("cuda")
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (sizes[device.type],) * 2)
-    options = dict(data=str(byte_shards), block_size=16, total_batch_size=256, val_tokens=512)
-    config, one = config_with(**MODELS["gpt2-xl"], **options), replace(ONE_PROCESS, device=torch.device("cuda"))
-    two = replace(one, world_size=2)
-    for dist in (one, two):
+    config = config_with(**MODELS["gpt2-xl"], block_size=16)
+    for world_size in (1, 2):
         with pytest.raises(UserError, match=r"takes at least 23\.6 GB, but only 23\.0 GB are .+ --parallel fsdp\.$"):
-            open_data(config, NEW_RUN, dist)
-    assert open_data(replace(config, parallel="fsdp"), NEW_RUN, two).tokenizer.vocab_size == 257
+            memory.check_training_fits(config, 257, world_size, gpu)
+    memory.check_training_fits(replace(config, parallel="fsdp"), 257, 2, gpu)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_folder_is_made(monkeypatch, byte_shards, tmp_path):
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (200_000, 200_000))
+    with pytest.raises(UserError, match=r"training 34,208 parameters takes at least 0\.5 MB"):
+        trained(tmp_path / "run", "--data", byte_shards)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):
