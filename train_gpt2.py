@@ -869,11 +869,13 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
     if not all(dist.all_gather(bool(examples))):  # one node may have failed to download them
         examples = []
+    hellaswag_sha256 = hellaswag.sha256_of(examples)
+    preflight.check_facts_agree(dist, {"the HellaSwag items": hellaswag_sha256})
     cooldown = cooldown_start(config) if config.has_cooldown else None
     run = RunInfo(
         config=config, machine=machine, start=start, schedule=Schedule(config, machine.hellaswag_every, cooldown),
         data=data, identity=identity, model=model, flops_per_token=model.flops_per_token(),
-        hellaswag_items=len(examples), hellaswag_sha256=hellaswag.sha256_of(examples),
+        hellaswag_items=len(examples), hellaswag_sha256=hellaswag_sha256,
     )  # fmt: skip
     return Setup(run=run, dist=dist, examples=examples, model=model, eval_model=eval_model, train_model=eval_model)
 

@@ -29,6 +29,7 @@ from helpers import (
 )
 from torch.distributed import HashStore
 
+from hellaswag import Example
 from support.cli import UserError
 from support.optim.layers import Dropout
 from support.runtime import distributed
@@ -226,6 +227,22 @@ def test_ranks_with_other_shards_do_not_train(byte_shards, tmp_path):
     assert finish_run(ranks) == [2, 2]
     assert "error: the nodes differ in the shards: " in (tmp_path / "0.txt").read_text()
     assert not (tmp_path / "run").exists()
+
+
+def easy_items(*args):
+    return [Example([1], [[2], [3], [4], [5]], 0)]
+
+
+def hard_items(*args):
+    return [Example([1], [[2], [3], [4], [5]], 3)]
+
+
+def test_ranks_with_other_hellaswag_items_do_not_train(byte_shards, tmp_path):
+    """Their answers would be mixed into one score."""
+    ranks = {n: Rank(replaced={"hellaswag.load_examples": items}) for n, items in enumerate((easy_items, hard_items))}
+    ranks = start_run("--data", byte_shards, "--out", "run", "--max-steps", 1, cwd=tmp_path, world_size=2, rank=ranks)
+    assert finish_run(ranks) == [2, 2]
+    assert "error: the nodes differ in the HellaSwag items: " in (tmp_path / "0.txt").read_text()
 
 
 @pytest.mark.slow

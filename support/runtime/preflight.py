@@ -26,6 +26,7 @@ HINTS = {
     "the device": "Use GPUs of one kind.",
     "the checkpoint": "All nodes must see the same folder at --out.",
     "the shards": "Copy one node's shards to the others.",
+    "the HellaSwag items": "Copy one node's file to the others.",
 }  # all other facts are flags
 
 
