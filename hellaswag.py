@@ -258,10 +258,10 @@ def score_with_ranks(
     def interruptible(rows: list[Row], losses_so_far: Callable[[], Losses]) -> Iterator[Row]:
         return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
 
-    started = time.perf_counter()
-    with amp:
+    started, correct = time.perf_counter(), 0
+    with stop.deferring_errors(), amp:  # a row that does not fit ends the run, but only after a checkpoint
         _, losses = completion_losses(model, rank_examples, progress=interruptible)
-    correct = count_correct(losses, rank_examples)
+        correct = count_correct(losses, rank_examples)
     right, total, stop_requests = dist.all_reduce_sum(correct, len(rank_examples), stop.requested)
     return None if stop.agree(stop_requests) else (*accuracy(right, total), time.perf_counter() - started)
 
