@@ -181,6 +181,8 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     assert table[0].split() == ["weights", "6.23", "6.23", "0.10", "0.10"]  # 4 bytes each, and a 64th of them
     for *parts, total, B in zip(*(map(float, line.split()[-4:]) for line in table), strict=True):  # DDP, FSDP
         assert total == pytest.approx(sum(parts), abs=0.04) and total < 84.9 and 8 % B == 0
+    # 12 bytes for each parameter, and 4 for each of 12 x 1,600^2 in 48 blocks
+    assert "18.7 GB per checkpoint; writing one takes 24.6 GB of the host's memory" in out
     assert list(tmp_path.iterdir()) == []
 
 

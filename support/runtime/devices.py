@@ -193,21 +193,26 @@ def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
 def free_and_total_memory(device: torch.device) -> tuple[float, float]:
     """Returns the bytes of device memory: free or already held by this process, and in total. Infinite where unknown.
 
-    On a CPU both are this rank's equal share of the available memory and swap, or of a container's limit if that is lower.
+    On a CPU both are this rank's equal share of the machine's `host_memory`.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device), total
+    share = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return share, share
+
+
+def host_memory() -> float:
+    """Returns the bytes of available memory and swap, or of a container's limit if that is lower. Infinite where unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
         available = 1024.0 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
     except (OSError, ValueError, LookupError):  # not Linux
-        return math.inf, math.inf
+        return math.inf
     with contextlib.suppress(OSError, ValueError):  # no container, or "max"
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    share = available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return share, share
+    return available
 
 
 def free_memory(device: torch.device) -> None:

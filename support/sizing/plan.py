@@ -279,8 +279,11 @@ def report(plan: Plan) -> Iterator[str]:
             f"{DOWNLOAD_BYTES / GIGABIT / 60:.0f} minutes at 1 Gbit/s, and encodes it, {ENCODE_MINUTES} minutes with two cores. "
             "That needs no GPU"
         )
-    checkpoint_bytes = memory.checkpoint_bytes(sizes, plan.layout.optimizer)
-    yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
+    saved, saving = (count(sizes, config.optimizer) for count in (memory.checkpoint_bytes, memory.saving_bytes))
+    yield (
+        f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(saved)} per checkpoint; writing one takes "
+        f"{format_bytes(saving)} of the host's memory"
+    )
 
 
 def _range(low: float, high: float, form: str) -> str:
