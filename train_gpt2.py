@@ -738,7 +738,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
             logger.print_progress(state, evaluated=bool(due))
 
             finished = schedule.is_over(state.step, state.progress)
-            if schedule.is_checkpoint_due(state):
+            if schedule.is_checkpoint_due(state, checkpoints.last_step):
                 state.seconds = clock.seconds()  # including the evaluation
                 checkpoints.save(state, schedule.is_before_cooldown(state), final=finished)
             if finished:

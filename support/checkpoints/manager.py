@@ -67,7 +67,7 @@ class CheckpointManager:
         self.run, self.stop, self.sync_log, self.evaluations, self.rank = run, stop, sync_log, evaluations, rank
         self.out = Path(run.config.out)
         # the last step that `save` was asked to save, 0 if there is none; the same on all ranks
-        self._last_step = 0 if run.forked else run.first_step
+        self.last_step = 0 if run.forked else run.first_step
         self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
@@ -82,7 +82,7 @@ class CheckpointManager:
         self.wait()
         step, run = train_state.step, self.run
         # both conditions must be the same on all ranks: otherwise some would wait forever for another rank's shards
-        if step == self._last_step:  # it is saved already, could not be saved, or is step 0
+        if step == self.last_step:  # it is saved already, could not be saved, or is step 0
             if final and self.rank == 0 and not self._failures:
                 self._clean_up(step)  # the process that saved it may have ended before cleaning up
             return
@@ -90,7 +90,7 @@ class CheckpointManager:
             if self.rank == 0:
                 print_lines(f"step {step:5d} | no checkpoint while steps are skipped")
             return
-        self._last_step = step
+        self.last_step = step
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=self.rank == 0)
         trainer_file = train_state.trainer_file(

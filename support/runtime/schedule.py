@@ -68,12 +68,15 @@ class Schedule:
             every["samples"] = self.config.sample_every
         return {name for name, interval in every.items() if self._is_due(interval, at)}
 
-    def is_checkpoint_due(self, at: Position) -> bool:
-        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown."""
+    def is_checkpoint_due(self, at: Position, last_saved: int) -> bool:
+        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown.
+
+        If the step before was saved, which was before the cooldown, too, a longer run can start from that one.
+        """
         every = self.config.checkpoint_every
         if every == 0:
             return False
-        return self._is_due(every, at) or self.is_cooldown_next(at)
+        return self._is_due(every, at) or (self.is_cooldown_next(at) and last_saved < at.step - 1)
 
     def is_cooldown_next(self, at: Position) -> bool:
         """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
