@@ -601,8 +601,6 @@ def train_step(
         setup.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
-    optimizer.zero_grad(set_to_none=graphs is None)
     loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
     for i in range(loader.grad_accum):
         if stop.agreed:  # several ranks agree only at the end of a step
@@ -635,6 +633,8 @@ def train_step(
     # In fp16, lowers the scale of the gradients if they overflowed, on any rank: DDP has added them up, and with FSDP
     # unscale_() has asked all.
     scaler.update()
+    # frees the gradients: the next backward pass writes new ones, the others add. A CUDA graph only adds
+    optimizer.zero_grad(set_to_none=graphs is None)
     values = means.to_host()
     stop.agree(values.stop_requests)
     return values, schedule.progress(state.step + 1, values.time_used, loader.passes)
