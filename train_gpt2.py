@@ -721,7 +721,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(run, stop, logger.sync, logger.evaluations, dist.rank)  # writes in a thread
+    checkpoints = CheckpointManager(run, stop, logger.sync, logger.evaluations, dist)  # writes in a thread
     print_header(run, dist, loader.B, loader.rows_per_epoch, loader.row)
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
@@ -762,7 +762,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
-            checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
+            checkpoints.save_and_exit(state, schedule.is_before_cooldown(state))
     finish(setup, state, loader, checkpoints, clock)
     return state
 
