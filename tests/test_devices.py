@@ -192,7 +192,10 @@ def test_generators_depend_on_each_seed_and_their_order():
     ids=lambda error: type(error).__name__,
 )
 def test_every_way_to_run_out_of_memory_is_one_line(error):
-    with pytest.raises(UserError, match="^out of memory. Lower --batch-size"), devices.report_errors():
+    with (
+        pytest.raises(UserError, match="^out of memory. Lower --batch-size .*TORCH_SHOW_CPP_STACKTRACES=1"),
+        devices.report_errors(),
+    ):
         raise error
 
 
@@ -210,8 +213,7 @@ def test_every_way_to_run_out_of_memory_is_one_line(error):
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "CUDNN_STATUS_INTERNAL_ERROR"),
     ],
 )
-def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown, monkeypatch):
-    """Where each kernel is waited for, the traceback shows the operation, so it is not hidden."""
+def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown):
     error = torch.AcceleratorError(message) if "access" in message else RuntimeError(message)
     with (
         pytest.raises(UserError, match=r"^CUDA error: .*\. Continue|^cuDNN error") as reported,
@@ -220,9 +222,14 @@ def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown, monk
         raise error
     [line] = reported.value.problems
     assert shown in line and "\n" not in line and "CUDA_LAUNCH_BLOCKING=1" in line and reported.value.this_rank_only
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(type(error)), devices.report_errors():
-        raise error
+
+
+@pytest.mark.parametrize("variable", ["TORCH_SHOW_CPP_STACKTRACES", "CUDA_LAUNCH_BLOCKING"])
+@pytest.mark.parametrize("message", ["CUDA out of memory. Tried to allocate", "CUDA error: an illegal memory access"])
+def test_who_asks_for_a_traceback_gets_it(message, variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(RuntimeError, match=message), devices.report_errors():
+        raise RuntimeError(message)
 
 
 def test_another_error_keeps_its_traceback():

@@ -26,6 +26,8 @@ from support.optim import layers
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
+# PyTorch's own variables: for all errors, and to make the traceback of a CUDA error meaningful
+SHOWS_TRACEBACKS = ("TORCH_SHOW_CPP_STACKTRACES", "CUDA_LAUNCH_BLOCKING")
 CUDA_ERRORS = "CUDA (driver )?error|cuDNN error|Triton Error"  # how the messages of CUDA and its libraries begin
 # What a CPU's core reaches in training GPT-2 124M, roughly: measured with AVX-512, see docs/performance.md; fp16 was not.
 CPU_CORE_FLOPS = {"fp32": 6e10, "bf16": 1.6e11, "fp16": 6e10}
@@ -149,14 +151,19 @@ def peak_flops(device: torch.device) -> float | None:
 def report_errors() -> Iterator[None]:
     """Turns errors of the device, such as running out of memory, into a UserError that says what to do.
 
-    With CUDA_LAUNCH_BLOCKING=1, which makes the traceback of a CUDA error meaningful, those stay as they are.
+    With one of the variables in SHOWS_TRACEBACKS, they stay as they are.
     """
     try:
         yield
     except RuntimeError as error:
+        if any(os.environ.get(name) == "1" for name in SHOWS_TRACEBACKS):
+            raise
         if is_out_of_memory(error):
-            message = "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
-        elif re.match(CUDA_ERRORS, str(error)) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            message = (
+                "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute, or see where it "
+                "happens with TORCH_SHOW_CPP_STACKTRACES=1."
+            )
+        elif re.match(CUDA_ERRORS, str(error)):
             message = (
                 f"{str(error).splitlines()[0].rstrip('.')}. Continue with --resume auto. If it comes back, look at the GPU "
                 "with nvidia-smi, try --no-compile, or see where it happens with CUDA_LAUNCH_BLOCKING=1."
