@@ -43,10 +43,12 @@ def test_precision_follows_the_hardware(monkeypatch):
 
 
 def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
+    """They are those of bf16 and fp16, so a run in fp32 has no MFU."""
     for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H200 NVL", None), ("Tesla V100", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert devices.peak_flops(CUDA) == peak
-    assert devices.peak_flops(CPU) is None
+        assert devices.peak_flops(CUDA, "bf16") == devices.peak_flops(CUDA, "fp16") == peak
+        assert devices.peak_flops(CUDA, "fp32") is None
+    assert devices.peak_flops(CPU, "bf16") is None
 
 
 def test_what_torch_compile_needs(monkeypatch, tmp_path):

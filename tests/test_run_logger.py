@@ -67,7 +67,7 @@ def test_mfu_counts_all_gpus(tmp_path, monkeypatch):
     """256 tokens in 0.5 s on two GPUs of 10^9 FLOP/s each."""
     assert GPT(TINY).flops_per_token() == FLOPS_PER_TOKEN
     lines = list[str]()
-    monkeypatch.setattr(devices, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(devices, "peak_flops", lambda *_: 1e9)
     calls = dict(print0=lines.append, failing_together=nullcontext)
     dist = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"), **calls)
     logger = RunLogger(run_info("--out", tmp_path), dist)

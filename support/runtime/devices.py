@@ -137,9 +137,11 @@ def describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Returns this GPU's dense bf16 peak in FLOP/s, or None if it is unknown."""
-    gpu = GPUS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Returns this GPU's dense peak in FLOP/s, which is the same for bf16 and fp16; None for fp32, or if it is unknown."""
+    if device.type != "cuda" or dtype == "fp32":
+        return None
+    gpu = GPUS.get(torch.cuda.get_device_name(device))
     return gpu.peak_flops if gpu else None
 
 
