@@ -231,6 +231,19 @@ def load_examples(
     return examples
 
 
+def count_items(config: TrainConfig) -> int:
+    """Returns how many items a training run scores each time, without downloading them.
+
+    Raises:
+        UserError: the file of --hellaswag-data does not have HellaSwag items.
+    """
+    if config.hellaswag_every == 0:
+        return 0
+    if config.hellaswag_data is None:
+        return min(config.hellaswag_limit or NUM_VAL_ITEMS, NUM_VAL_ITEMS)
+    return len(load(config.hellaswag_data, config.hellaswag_limit))
+
+
 def count_truncated(examples: Sequence[Example], block_size: int) -> int:
     """Counts the endings that, with their contexts, are longer than a model's context."""
     return sum(length > block_size for example in examples for length in example.row_lengths())
@@ -245,10 +258,10 @@ def score_with_ranks(
     def interruptible(rows: list[Row], losses_so_far: Callable[[], Losses]) -> Iterator[Row]:
         return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
 
-    started = time.perf_counter()
-    with amp:
+    started, correct = time.perf_counter(), 0
+    with stop.deferring_errors(), amp:  # a row that does not fit ends the run, but only after a checkpoint
         _, losses = completion_losses(model, rank_examples, progress=interruptible)
-    correct = count_correct(losses, rank_examples)
+        correct = count_correct(losses, rank_examples)
     right, total, stop_requests = dist.all_reduce_sum(correct, len(rank_examples), stop.requested)
     return None if stop.agree(stop_requests) else (*accuracy(right, total), time.perf_counter() - started)
 

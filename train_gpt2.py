@@ -67,7 +67,7 @@ from support.checkpoints.start import Start
 from support.checkpoints.state import TrainState
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
-from support.data.shards import TokenData, read_tokens, rows_in_shard
+from support.data.shards import TokenData, read_tokens, rows_in_shard, shard_paths
 from support.data.tokenizer import Tokenizer
 from support.optim.layers import Dropout, causal_attention
 from support.optim.loss import chunked_cross_entropy
@@ -601,8 +601,6 @@ def train_step(
         setup.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
-    optimizer.zero_grad(set_to_none=graphs is None)
     loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
     for i in range(loader.grad_accum):
         if stop.agreed:  # several ranks agree only at the end of a step
@@ -635,6 +633,8 @@ def train_step(
     # In fp16, lowers the scale of the gradients if they overflowed, on any rank: DDP has added them up, and with FSDP
     # unscale_() has asked all.
     scaler.update()
+    # frees the gradients: the next backward pass writes new ones, the others add. A CUDA graph only adds
+    optimizer.zero_grad(set_to_none=graphs is None)
     values = means.to_host()
     stop.agree(values.stop_requests)
     return values, schedule.progress(state.step + 1, values.time_used, loader.passes)
@@ -721,7 +721,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(run, stop, logger.sync, logger.evaluations, dist.rank)  # writes in a thread
+    checkpoints = CheckpointManager(run, stop, logger.sync, logger.evaluations, dist)  # writes in a thread
     print_header(run, dist, loader.B, loader.rows_per_epoch, loader.row)
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
@@ -738,7 +738,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
             logger.print_progress(state, evaluated=bool(due))
 
             finished = schedule.is_over(state.step, state.progress)
-            if schedule.is_checkpoint_due(state):
+            if schedule.is_checkpoint_due(state, checkpoints.last_step):
                 state.seconds = clock.seconds()  # including the evaluation
                 checkpoints.save(state, schedule.is_before_cooldown(state), final=finished)
             if finished:
@@ -762,7 +762,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
-            checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
+            checkpoints.save_and_exit(state, schedule.is_before_cooldown(state))
     finish(setup, state, loader, checkpoints, clock)
     return state
 
@@ -829,16 +829,15 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GP
     return model
 
 
-def open_data(config: TrainConfig, start: Start, dist: Distributed) -> TokenData:
-    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
+def open_data(config: TrainConfig, start: Start) -> TokenData:
+    """Opens the shards of a run, and checks that they have enough tokens.
 
     Raises:
-        UserError: a check failed.
+        UserError: they are missing or corrupt, or have too few.
     """
     validates = config.val_every != 0
     data = TokenData.open(config.data, validates, start.first_model(config))
     data.check_rows(config.block_size, config.step_rows, config.val_tokens if validates else None, config.shuffle)
-    memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
     return data
 
 
@@ -849,7 +848,8 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
-        data = open_data(config, start, dist)
+        data = open_data(config, start)
+        memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
         with fsdp.weights_on_rank_zero(use_fsdp, dist.rank):  # the others get theirs from rank 0, in ShardedModel
             model = initial_model(config, data.tokenizer, start)
         identity = start.identify_data(data, model)
@@ -869,11 +869,13 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
     if not all(dist.all_gather(bool(examples))):  # one node may have failed to download them
         examples = []
+    hellaswag_sha256 = hellaswag.sha256_of(examples)
+    preflight.check_facts_agree(dist, {"the HellaSwag items": hellaswag_sha256})
     cooldown = cooldown_start(config) if config.has_cooldown else None
     run = RunInfo(
         config=config, machine=machine, start=start, schedule=Schedule(config, machine.hellaswag_every, cooldown),
         data=data, identity=identity, model=model, flops_per_token=model.flops_per_token(),
-        hellaswag_items=len(examples), hellaswag_sha256=hellaswag.sha256_of(examples),
+        hellaswag_items=len(examples), hellaswag_sha256=hellaswag_sha256,
     )  # fmt: skip
     return Setup(run=run, dist=dist, examples=examples, model=model, eval_model=eval_model, train_model=eval_model)
 
@@ -951,7 +953,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if start.resumed and dist.once(partial(run_folder.has_finished, config.out, start.resumed.step)):
         return print_finished(config, start, dist.print0)
     if plan_options.plan:
-        return plan.print_report(plan_options, config, new_model, dist.rank)
+        data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
+        return plan.print_report(plan_options, config, new_model, data, hellaswag.count_items(config), dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if start.needs_measurement(config):  # times models to find what suits the time

@@ -153,7 +153,7 @@ def summarize(
     whole = median(b[0] - a[0] for a, b in pairwise(measured))  # from the start of one step to the start of the next
     measured.pop()
     within = median(end - start for start, end, *_ in measured)
-    known = devices.peak_flops(dist.device)
+    known = devices.peak_flops(dist.device, config.dtype)
     return {
         "tok_s": config.total_batch_size / whole,
         "ms": 1e3 * within,

@@ -138,7 +138,7 @@ def environment(context: Context) -> None:
     if device.type == "cuda":
         context.figure("memory, GiB", f"{devices.free_and_total_memory(device)[1] / 2**30:.1f}")
         context.figure("cuDNN", torch.backends.cudnn.version())
-        peak = devices.peak_flops(device)
+        peak = devices.peak_flops(device, "bf16")
         context.figure("bf16 peak in our table, TFLOP/s", f"{peak / 1e12:.0f}" if peak else "unknown: no MFU is shown")
     context.figure("attention in training", devices.describe_attention(device, torch.bfloat16, 12, 768, 1024))
     source = torch.zeros(2**20 if context.small else 2**30, dtype=torch.uint8, device=device)

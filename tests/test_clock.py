@@ -15,7 +15,7 @@ from helpers import finish_run, losses, start_run, stopped_after
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
-from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint
+from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint, step_of
 from support.cli import UserError
 from support.runtime import clock
 from support.runtime.clock import Clock
@@ -170,6 +170,17 @@ def test_a_run_ends_on_time(text, tmp_path, fake_time, monkeypatch, seconds_of_s
     stored = trainer_file(saved[-1])
     assert stored["progress"] == 1.0 and stored["seconds"] == pytest.approx(fake_time.now)
     assert "decay-steps" not in (saved[-1] / "README.md").read_text()
+
+
+def test_the_cooldown_after_a_quarter_is_not_saved_again(text, tmp_path, fake_time, monkeypatch):
+    """By hand: of 116 s, the first quarter ends after 29; with its validation of 2 s, the cooldown begins a step later."""
+    out = tmp_path / "run"
+    steps_take(monkeypatch, fake_time, lambda step: 1.0)
+    train_with(*text, "--minutes", 2, "--cooldown-fraction", 0.74, "--out", out)
+    saved = [step_of(out / name) for name in checkpoint_names(out)]
+    assert len(saved) == 4 and newest_before_cooldown(out) == out / checkpoint_names(out)[0]
+    rates = losses(out / "log.txt", "lr")
+    assert rates[saved[0]] == max(rates) > rates[saved[0] + 2]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from training import FP32, TINY, resumed, trained
 from support.checkpoints.history import read_starts
 from support.checkpoints.state import TrainState
 from support.cli import UserError
-from support.runtime import cuda_graphs
+from support.runtime import batch_size, cuda_graphs
 from support.runtime.memory import Layout, Sizes
 from train_gpt2 import GPT, MODELS, GPTConfig, forward_backward, step_if_finite
 
@@ -71,8 +71,7 @@ def test_recording_changes_no_weight(monkeypatch, name):
     model = GPT(TINY)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), name, dtype=torch.float32)
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    tokens = torch.randint(257, (4, TINY.block_size + 1))
-    x, y = tokens[:, :-1], tokens[:, 1:]
+    x, y = torch.randint(257, (2, 4, TINY.block_size))  # targets need not be the tokens that follow
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()  # makes the state
@@ -86,6 +85,20 @@ def test_recording_changes_no_weight(monkeypatch, name):
     assert_equal(before, (model.state_dict(), optimizer.state_dict()["state"]))
     update(torch.tensor(True))
     assert not torch.equal(model.lm_head.weight, before[0]["lm_head.weight"])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_not_compiled_again(byte_shards, tmp_path, monkeypatch, graphs_are_faster, graphs_only):
+    """The trial of a micro-batch has compiled it for the strides of the loader's rows, on which it is recorded."""
+    monkeypatch.setattr(cuda_graphs, "Graph", Recorded)
+    monkeypatch.setattr(batch_size, "TRIED", ("cpu",))
+    counters, found = torch._dynamo.utils.counters, []
+    for flags in (["--no-cuda-graphs"], []):
+        torch.compiler.reset()
+        counters.clear()
+        trained(tmp_path / str(flags), "--data", byte_shards, "--compile", "--max-steps", 3, *flags)
+        found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    assert found[0] == found[1] and used_graphs(tmp_path / "[]") == [True]
 
 
 def assert_equal(before, after):

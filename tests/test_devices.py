@@ -43,10 +43,12 @@ def test_precision_follows_the_hardware(monkeypatch):
 
 
 def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
+    """They are those of bf16 and fp16, so a run in fp32 has no MFU."""
     for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H200 NVL", None), ("Tesla V100", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert devices.peak_flops(CUDA) == peak
-    assert devices.peak_flops(CPU) is None
+        assert devices.peak_flops(CUDA, "bf16") == devices.peak_flops(CUDA, "fp16") == peak
+        assert devices.peak_flops(CUDA, "fp32") is None
+    assert devices.peak_flops(CPU, "bf16") is None
 
 
 def test_what_torch_compile_needs(monkeypatch, tmp_path):
@@ -192,7 +194,10 @@ def test_generators_depend_on_each_seed_and_their_order():
     ids=lambda error: type(error).__name__,
 )
 def test_every_way_to_run_out_of_memory_is_one_line(error):
-    with pytest.raises(UserError, match="^out of memory. Lower --batch-size"), devices.report_errors():
+    with (
+        pytest.raises(UserError, match="^out of memory. Lower --batch-size .*TORCH_SHOW_CPP_STACKTRACES=1"),
+        devices.report_errors(),
+    ):
         raise error
 
 
@@ -210,8 +215,7 @@ def test_every_way_to_run_out_of_memory_is_one_line(error):
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "CUDNN_STATUS_INTERNAL_ERROR"),
     ],
 )
-def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown, monkeypatch):
-    """Where each kernel is waited for, the traceback shows the operation, so it is not hidden."""
+def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown):
     error = torch.AcceleratorError(message) if "access" in message else RuntimeError(message)
     with (
         pytest.raises(UserError, match=r"^CUDA error: .*\. Continue|^cuDNN error") as reported,
@@ -220,9 +224,14 @@ def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown, monk
         raise error
     [line] = reported.value.problems
     assert shown in line and "\n" not in line and "CUDA_LAUNCH_BLOCKING=1" in line and reported.value.this_rank_only
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(type(error)), devices.report_errors():
-        raise error
+
+
+@pytest.mark.parametrize("variable", ["TORCH_SHOW_CPP_STACKTRACES", "CUDA_LAUNCH_BLOCKING"])
+@pytest.mark.parametrize("message", ["CUDA out of memory. Tried to allocate", "CUDA error: an illegal memory access"])
+def test_who_asks_for_a_traceback_gets_it(message, variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(RuntimeError, match=message), devices.report_errors():
+        raise RuntimeError(message)
 
 
 def test_another_error_keeps_its_traceback():

@@ -28,7 +28,9 @@ from helpers import (
     wait_for,
 )
 from torch.distributed import HashStore
+from training import checkpoint_names
 
+from hellaswag import Example
 from support.cli import UserError
 from support.optim.layers import Dropout
 from support.runtime import distributed
@@ -228,6 +230,22 @@ def test_ranks_with_other_shards_do_not_train(byte_shards, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def easy_items(*args):
+    return [Example([1], [[2], [3], [4], [5]], 0)]
+
+
+def hard_items(*args):
+    return [Example([1], [[2], [3], [4], [5]], 3)]
+
+
+def test_ranks_with_other_hellaswag_items_do_not_train(byte_shards, tmp_path):
+    """Their answers would be mixed into one score."""
+    ranks = {n: Rank(replaced={"hellaswag.load_examples": items}) for n, items in enumerate((easy_items, hard_items))}
+    ranks = start_run("--data", byte_shards, "--out", "run", "--max-steps", 1, cwd=tmp_path, world_size=2, rank=ranks)
+    assert finish_run(ranks) == [2, 2]
+    assert "error: the nodes differ in the HellaSwag items: " in (tmp_path / "0.txt").read_text()
+
+
 @pytest.mark.slow
 def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(free_port())}
@@ -238,14 +256,14 @@ def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
         connect(1, 2, "log")
 
 
-def compile_for_long(*args):
+def wait_long(*args, **facts):
     time.sleep(4)
 
 
 SHORT_TIMEOUT = {"support.runtime.distributed.STEP_TIMEOUT": timedelta(seconds=3)}
 LONG_FIRST_STEP = {
     0: Rank(replaced=SHORT_TIMEOUT),
-    1: Rank(replaced=SHORT_TIMEOUT, before={(STEP, 0): compile_for_long}),
+    1: Rank(replaced=SHORT_TIMEOUT, before={(STEP, 0): wait_long}),
 }
 
 
@@ -267,6 +285,19 @@ def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, special, numb
     finally:
         ranks[1].kill()
     assert re.search(rf"^error: rank 0 on \S+ {problem}", (tmp_path / "0.txt").read_text(), re.MULTILINE)
+
+
+SHORT_WAITS = SHORT_TIMEOUT | {"support.checkpoints.manager.WAIT_SECONDS": 0.5}
+SLOW_DISK = Rank(replaced=SHORT_WAITS, before={("support.checkpoints.manager.write_checkpoint", 0): wait_long})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_others_wait_while_rank_zero_writes_to_a_slow_disk(byte_shards, tmp_path, parallel):
+    """The second save waits for the first, for longer than a rank waits in a step."""
+    flags = ["--data", byte_shards, "--max-steps", 6, "--val-every", 0, "--checkpoint-every", 2, "--parallel", parallel]
+    run_to_the_end(*flags, "--out", "run", cwd=tmp_path, world_size=2, rank=SLOW_DISK)
+    assert checkpoint_names(tmp_path / "run") == ["model_00002", "model_00004", "model_00006"]
 
 
 def test_a_store_that_does_not_answer_is_a_lost_process():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import needs_gpt2_vocabulary
 from torch.nn import functional as F
-from training import ONE_PROCESS, config_of
+from training import ONE_PROCESS, config_of, trained, trainer_file
 
 import hellaswag
 from hellaswag import Example
@@ -207,6 +207,23 @@ def test_scoring_in_training_is_in_its_precision_and_stops_after_a_signal(sharp_
         amp = torch.autocast("cpu", torch.bfloat16, enabled=enabled)
         assert score_of(sharp_model, random_examples(400), stop, amp) is None
     assert batches == [(48, enabled)]  # rows of 16 tokens in the first batch; there are some 1,600 rows
+
+
+def test_an_error_in_training_ends_the_run_only_after_a_checkpoint(byte_shards, tmp_path, monkeypatch):
+    """A row that does not fit, in the second score: the six steps since the first are not lost."""
+    scores = []
+
+    def losses_or_error(model, batch):
+        if scores:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        scores.append(batch)
+        return torch.zeros(sum(len(completion) for row in batch for completion in row.completions))
+
+    monkeypatch.setattr(hellaswag, "_batch_losses", losses_or_error)
+    monkeypatch.setattr(hellaswag, "load_examples", lambda *args: random_examples(2))
+    with pytest.raises(UserError, match="does not fit into the memory of cpu"):
+        trained(tmp_path, "--data", byte_shards, "--max-steps", 12, "--hellaswag-every", 6)
+    assert trainer_file(tmp_path / "model_00006")["step"] == 6
 
 
 # ---- items

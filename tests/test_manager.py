@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,9 @@ def save_one(checkpoints, step):
 def manager_of(out, *flags, stop=None, rank=0):
     """The manager of a run in this folder; its values are empty."""
     values = {"val": dict[int, float](), "hella": dict[int, float]()}
-    return CheckpointManager(run_info("--out", out, *flags), stop or StopHandler(), lambda: None, values, rank)
+    return CheckpointManager(
+        run_info("--out", out, *flags), stop or StopHandler(), lambda: None, values, replace(ONE_PROCESS, rank=rank)
+    )
 
 
 def full_disk(monkeypatch, which):

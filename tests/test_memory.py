@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TINY_SIZES
-from training import NEW_RUN, ONE_PROCESS, config_with, saved_bytes
+from torch.utils._pytree import tree_leaves
+from training import config_with, saved_bytes, trained
 
 from support.checkpoints import huggingface, lora
+from support.checkpoints.state import copy_to_host
 from support.cli import UserError
 from support.runtime import devices, fsdp, memory
 from support.runtime.memory import Layout, Sizes, training_memory
-from train_gpt2 import GPT, MODELS, GPTConfig, new_model, open_data
+from train_gpt2 import GPT, MODELS, GPTConfig, new_model
 
 # Small, and with activations that are most of the memory.
 SMALL = config_with(
@@ -87,6 +89,28 @@ def test_weights_gradients_and_optimizer_are_those_after_a_step(changes):
     assert memory.checkpoint_bytes(Sizes.of(model), config.optimizer) == expected[0] + expected[2]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_save_holds_a_copy_of_the_state_and_transposed_matrices(optimizer):
+    model = model_of(SMALL)
+    adam = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), optimizer, dtype=torch.float32)
+    tokens = torch.zeros((1, 128), dtype=torch.int64)
+    model(tokens, tokens)[1].backward()
+    adam.step()
+    weights, moments = copy_to_host(dict(model.named_parameters())), copy_to_host(adam.state_dict()["state"])
+    held = tree_leaves((weights, moments, huggingface.to_hf(weights, 257)))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    assert memory.saving_bytes(Sizes.of(model), optimizer) == pytest.approx(sum(storages.values()), rel=0.01)
+
+
+def test_a_cpu_has_room_for_the_checkpoint_that_is_written_while_it_trains():
+    layout, sizes = Layout(2048, torch.float32), Sizes.of(model_of(SMALL))
+    with_none, of_two = replace(layout, saves=False), replace(layout, world_size=2)
+    totals = [training_memory(sizes, of_run, 8, None).total for of_run in (layout, with_none)]
+    assert totals[0] - totals[1] == memory.saving_bytes(sizes, "adamw")
+    totals = [training_memory(sizes, of_run, 8, None).total for of_run in (of_two, replace(of_two, saves=False))]
+    assert totals[0] - totals[1] == memory.saving_bytes(sizes, "adamw") / 2  # rank 0 saves, and they share the memory
+
+
 def state(memory):
     return memory.weights + memory.gradients + memory.optimizer
 
@@ -120,40 +144,67 @@ def test_parameters_are_counted(config):
     assert memory.count_parameters(vars(config)) == sum(p.numel() for p in model.parameters()) - padding
 
 
+NOT_SAVED = {"checkpoint_every": 0}
+
+
 @pytest.mark.parametrize(
     "changes, gigabytes, problem",
     [
-        ({}, 2.0, None),
+        (NOT_SAVED, 2.0, None),
         (
-            {},
+            NOT_SAVED,
             1.9,
             "training 124,439,808 parameters takes at least 2.0 GB, but only 1.9 GB are available. Use a smaller",
         ),
-        ({"optimizer": "muon"}, 1.6, "takes at least 1.7 GB, but only 1.6 GB are available."),
-        ({"lora_rank": 8}, 0.5, None),
+        ({}, 3.9, None),
+        ({}, 3.8, "takes at least 3.8 GB, but only 3.8 GB are available."),
+        (NOT_SAVED | {"optimizer": "muon"}, 1.6, "takes at least 1.7 GB, but only 1.6 GB are available."),
+        (NOT_SAVED | {"lora_rank": 8}, 0.5, None),
         ({}, 0.4, "the model has 124,439,808 parameters, which take 497.8 MB, but this machine has 400.0 MB"),
         ({}, math.inf, None),
     ],
 )
 def test_what_cannot_fit_is_refused(monkeypatch, changes, gigabytes, problem):
-    """AdamW has 16 bytes for each of 124 million parameters; Muon 12 for the 85 million in matrices of the blocks."""
+    """AdamW has 16 bytes for each of 124 million parameters; Muon 12 for the 85 million in matrices of the blocks.
+
+    A save copies 12 of the 16, and has the 85 million once more, transposed.
+    """
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (gigabytes * 1e9, gigabytes * 1e9))
     with pytest.raises(UserError, match=problem) if problem else nullcontext():
         config = replace(config_with(), **changes)
         memory.check_training_fits(config, 50257, 1, torch.device("cpu"))
 
 
-def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch, byte_shards):
+def test_the_host_of_a_gpu_needs_memory_for_a_checkpoint(monkeypatch):
+    """By hand, as above: 12 bytes for each of 124 million parameters, and 4 for 85 million."""
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (8e9, 8e9))
+    for gigabytes, problem in (
+        (1.8, "writing a checkpoint takes 1.8 GB of this machine's memory, .* 1.8 GB"),
+        (1.9, None),
+    ):
+        monkeypatch.setattr(devices, "host_memory", lambda gigabytes=gigabytes: gigabytes * 1e9)
+        with pytest.raises(UserError, match=problem) if problem else nullcontext():
+            memory.check_training_fits(config_with(), 50257, 1, torch.device("cuda"))
+        memory.check_training_fits(config_with(**NOT_SAVED), 50257, 1, torch.device("cuda"))
+
+
+def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
     """By hand: 16 bytes for each of 48 x (12 x 1600^2 + 13 x 1600) + (257 + 16) x 1600 + 2 x 1600 parameters."""
-    sizes = {"cpu": 10**12, "cuda": 23 * 10**9}
+    sizes, gpu = {"cpu": 10**12, "cuda": 23 * 10**9}, torch.device("cuda")
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (sizes[device.type],) * 2)
-    options = dict(data=str(byte_shards), block_size=16, total_batch_size=256, val_tokens=512)
-    config, one = config_with(**MODELS["gpt2-xl"], **options), replace(ONE_PROCESS, device=torch.device("cuda"))
-    two = replace(one, world_size=2)
-    for dist in (one, two):
+    monkeypatch.setattr(devices, "host_memory", lambda: 10**12)
+    config = config_with(**MODELS["gpt2-xl"], block_size=16)
+    for world_size in (1, 2):
         with pytest.raises(UserError, match=r"takes at least 23\.6 GB, but only 23\.0 GB are .+ --parallel fsdp\.$"):
-            open_data(config, NEW_RUN, dist)
-    assert open_data(replace(config, parallel="fsdp"), NEW_RUN, two).tokenizer.vocab_size == 257
+            memory.check_training_fits(config, 257, world_size, gpu)
+    memory.check_training_fits(replace(config, parallel="fsdp"), 257, 2, gpu)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_folder_is_made(monkeypatch, byte_shards, tmp_path):
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (200_000, 200_000))
+    with pytest.raises(UserError, match=r"training 34,208 parameters takes at least 1\.1 MB"):
+        trained(tmp_path / "run", "--data", byte_shards)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):

@@ -12,20 +12,19 @@ from training import config_with
 
 from support.cli import UserError
 from support.config import PlanOptions
+from support.data.shards import open_shards
 from support.data.tokenizer import get_tokenizer
 from support.runtime.memory import Layout, training_memory
 from support.sizing import plan
 from train_gpt2 import main, new_model
 
 
-def plan_for(model, **flags):
+def plan_for(*flags: object) -> plan.Plan:
     """The plan that the report of --plan is made from."""
     found = []
-    options, of_run = plan.split_flags({"plan": True, **flags}, 1)
-    config = config_with(model=model, **of_run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "report", lambda planned: found.append(planned) or [])
-        plan.print_report(options, config, new_model)
+        main(["--plan", *map(str, flags)])
     return found[0]
 
 
@@ -89,7 +88,7 @@ def test_what_comes_before_the_first_step(capsys, byte_shards, monkeypatch, tmp_
         "data     none in edu_fineweb10B yet. For FineWeb-Edu, fineweb.py downloads 28.5 GB, 4 minutes at 1 Gbit/s"
         in out
     )
-    for given in (["--demo"], ["--data", str(byte_shards), *TINY_MODEL_FLAGS]):
+    for given in (["--demo"], ["--data", str(byte_shards), *TINY_MODEL_FLAGS, "--total-batch-size", "256"]):
         main(["--plan", *given, "--no-compile"])
         out = printed(capsys)
         assert "to compile" not in out and "downloads" not in out
@@ -114,28 +113,50 @@ def test_evaluations_cost_a_third_of_the_training_of_their_tokens(capsys):
     assert " 0 HellaSwag scores" in printed(capsys)
 
 
+def test_evaluations_read_what_is_there(byte_shards, tmp_path):
+    """By hand: the rows of 16 tokens that are held out, and 331 tokens for each of three items."""
+    of_run = "--total-batch-size 256 --max-steps 250 --val-every 125".split()
+    shards = ["--data", byte_shards, *TINY_MODEL_FLAGS, *of_run]
+    held_out = sum((len(shard) - 1) // 16 * 16 for shard in open_shards(byte_shards, "val"))
+    assert plan.evaluations(plan_for(*shards)) == (3, 0, 3 * held_out)
+    assert plan.evaluations(plan_for(*shards, "--val-tokens", 100)) == (3, 0, 3 * 96)
+    (tmp_path / "items.jsonl").write_text(3 * '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}\n')
+    scored = ["--max-steps", 500, "--val-every", 0, "--hellaswag-data", tmp_path / "items.jsonl"]
+    assert plan.evaluations(plan_for(*scored)) == (0, 3, 3 * 3 * 331)
+    assert plan.evaluations(plan_for(*scored, "--hellaswag-limit", 2)) == (0, 3, 3 * 2 * 331)
+    assert plan.evaluations(plan_for(*scored[:-2], "--hellaswag-limit", 20_000)) == (0, 3, 3 * 10_042 * 331)
+
+
+def test_data_that_a_run_refuses_has_no_plan(byte_shards):
+    of_shards = ["--plan", "--data", str(byte_shards), *TINY_MODEL_FLAGS]
+    with pytest.raises(UserError, match=r"rows of 16 tokens to train on, and one step takes 32768\."):
+        main(of_shards)
+    with pytest.raises(UserError, match="no row of 16 tokens to validate on"):
+        main([*of_shards, *"--total-batch-size 256 --val-tokens 8".split()])
+
+
 def test_recomputing_repeats_the_forward_pass_of_the_blocks():
     """124M parameters have 85M in the blocks, used twice, and attention's products. The FLOP/s stay the same."""
     flops, repeated = 855e6, 2 * 84_934_656 + 4 * 12 * 768 * 1024
-    of_run = plan_for("gpt2", gpu="A100", recompute=True)
+    of_run = plan_for("--gpu", "A100", "--recompute")
     assert of_run.flops_per_token == pytest.approx(flops, rel=1e-3)
     *left, _ = plan.mfu(replace(of_run, flops_per_token=855_000_000))
     assert [mfu * (flops + repeated) for mfu in left] == pytest.approx([0.5 * flops, 0.57 * flops])
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
-    of_run, device_memory = plan_for("gpt2", gpu="RTX4090", batch_size=128), int(23.5 * 2**30)
+    of_run, device_memory = plan_for("--gpu", "RTX4090", "--batch-size", 128), int(23.5 * 2**30)
     B, layout = of_run.largest_micro_batch(), Layout(2**19, torch.bfloat16, compiled=True)
     totals = [training_memory(of_run.sizes, layout, b, device_memory).total for b in (B, 2 * B)]
     assert 1 <= B < 128 and totals[0] <= device_memory < totals[1]
-    assert plan_for("gpt2-xl", gpu="RTX4090").largest_micro_batch() == 0
-    sharded = plan_for("gpt2-xl", gpu="RTX4090", gpus=8, parallel="fsdp", recompute=True)
+    assert plan_for("--model", "gpt2-xl", "--gpu", "RTX4090").largest_micro_batch() == 0
+    sharded = plan_for(*"--model gpt2-xl --gpu RTX4090 --gpus 8 --parallel fsdp --recompute".split())
     assert sharded.largest_micro_batch() > 0
 
 
 def test_without_compilation_a_chunk_of_the_loss_takes_more():
     """By hand: with 80 GB, a chunk has 8,192 rows of 50,304 logits; eager PyTorch keeps two fp32 copies of them."""
-    plans = [plan_for("gpt2", gpu="H100", compile=compile) for compile in (False, None)]
+    plans = [plan_for("--gpu", "H100", *flags) for flags in (["--no-compile"], [])]
     logits = [of_run.memory_per_gpu(64).logits for of_run in plans]
     assert logits[0] - logits[1] == 8192 * 50304 * 8
 
@@ -160,6 +181,8 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     assert table[0].split() == ["weights", "6.23", "6.23", "0.10", "0.10"]  # 4 bytes each, and a 64th of them
     for *parts, total, B in zip(*(map(float, line.split()[-4:]) for line in table), strict=True):  # DDP, FSDP
         assert total == pytest.approx(sum(parts), abs=0.04) and total < 84.9 and 8 % B == 0
+    # 12 bytes for each parameter, and 4 for each of 12 x 1,600^2 in 48 blocks
+    assert "18.7 GB per checkpoint; writing one takes 24.6 GB of the host's memory" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,7 +197,7 @@ def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, mon
 
 
 def test_the_vocabulary_is_that_of_shards_or_pretrained_weights(byte_shards, tiny_model, tmp_path, capsys):
-    main(["--plan", "--data", str(byte_shards), *TINY_MODEL_FLAGS])
+    main(["--plan", "--data", str(byte_shards), *TINY_MODEL_FLAGS, "--total-batch-size", "256"])
     assert "model    34,208 parameters" in printed(capsys)
     main(["--plan", "--demo"])
     assert "model    1,127,552 parameters" in printed(capsys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,16 @@ def test_versions_and_gpus_are_compared(monkeypatch):
     assert re.search(r"the versions: Python (o\.t|s\.a), torch (other|same) on", problem)
     [problem] = compare_runs(SAME, SAME, SAME)
     assert re.match(r"the nodes differ in the device: other in \w+ on \S+ \(rank 2\), same", problem)
+
+
+def test_whether_a_rank_compiles_is_compared():
+    """The others would wait in each step for one that does not, and only rank 0 prints a reason."""
+    compiled, missing = replace(MACHINE, compiled=True), replace(MACHINE, why_not_compiled="no C++ compiler")
+    ranks = [(SAME[0], machine, DATA) for machine in (compiled, missing, MACHINE)]
+    [problem] = compare(preflight.check_runs_agree, *ranks)
+    differ = r"whether they compile: no on \S+ \(rank 1\), yes on \S+ \(rank 0\)\. Install a C\+\+ compiler"
+    assert re.match(f"the nodes differ in {differ}", problem)
+    assert compare(preflight.check_runs_agree, *ranks[1:]) is None
 
 
 def test_one_line_for_each_difference():

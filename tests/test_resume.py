@@ -232,11 +232,11 @@ def test_a_finished_run_is_not_resumed_but_left_as_it_is(byte_shards, tmp_path, 
         train_gpt2.main([*resume, "--out", str(out)])
         printed = capsys.readouterr().out
         assert f"this run has finished; its last checkpoint is {out}/model_00006" in " ".join(printed.split())
-        assert f"--fork {out}/model_00004 --out {out}_longer --max-steps 12" in printed
+        assert f"--fork {out}/model_00003 --out {out}_longer --max-steps 12" in printed
         assert contents(out) == before
     shutil.rmtree(out / "model_00006")
     train_gpt2.main(["--resume", "--out", str(out)])
-    assert (out / "model_00006").is_dir() and [start["first_step"] for start in read_starts(out)] == [0, 4]
+    assert (out / "model_00006").is_dir() and [start["first_step"] for start in read_starts(out)] == [0, 3]
 
 
 def test_a_run_that_was_stopped_in_its_last_validation_does_it_when_it_is_resumed(byte_shards, tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_mfu_counts_all_gpus(tmp_path, monkeypatch):
     """256 tokens in 0.5 s on two GPUs of 10^9 FLOP/s each."""
     assert GPT(TINY).flops_per_token() == FLOPS_PER_TOKEN
     lines = list[str]()
-    monkeypatch.setattr(devices, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(devices, "peak_flops", lambda *_: 1e9)
     calls = dict(print0=lines.append, failing_together=nullcontext)
     dist = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"), **calls)
     logger = RunLogger(run_info("--out", tmp_path), dist)
@@ -89,7 +89,7 @@ def test_mfu_counts_frozen_weights_without_their_gradients():
 def test_the_length_is_given_in_passes_over_the_data(tmp_path):
     """A pass over 506,048 tokens takes 494.19 steps of 1,024, so 568 steps are 1.149 passes."""
     length = run_info("--out", tmp_path, "--max-steps", 568).schedule
-    expected = "568 steps: 1.15 passes over the data, 494.2 steps each"
+    expected = "568 steps: 1.15 passes over the data, 494 steps each"
     assert length.describe_length(0, 0.0, 506_048 / 1024, 0.0) == expected
 
 

@@ -173,7 +173,7 @@ def test_tensorboards_hparams_page_compares_runs_by_flags_and_losses(byte_shards
         tmp_path / "plain", *flags, "--max-lr", 0.5, "--decay-steps", 99
     )  # so high that the last loss is not the best
     with monkeypatch.context() as patch:
-        patch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
+        patch.setattr("support.runtime.devices.peak_flops", lambda *_: 1e12)
         trained(tmp_path / "muon", *flags, "--optimizer", "muon", "--adamw-lr", 2e-3)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_before_step(patch, 6)
@@ -234,7 +234,7 @@ def test_a_run_that_is_started_over_starts_new_curves(byte_shards, tmp_path, mon
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_before_step(patch, 4)
         trained(tmp_path, *flags, "--max-steps", 6)
-    monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
+    monkeypatch.setattr("support.runtime.devices.peak_flops", lambda *_: 1e12)
     trained(tmp_path, *flags, "--max-steps", 3)
     shown, _ = curves(tmp_path)
     assert shown["loss/train"].keys() == {0, 1, 2} == shown["speed/mfu"].keys()

@@ -89,6 +89,19 @@ def test_the_logged_norm_is_that_before_clipping(byte_shards, tmp_path):
     assert expected > 0.1 and losses(tmp_path / "run" / "log.txt", "norm") == [pytest.approx(expected, rel=1e-4)]
 
 
+def test_evaluations_find_no_gradients(byte_shards, tmp_path, monkeypatch):
+    """With FSDP, they gather all weights in the memory that gradients had: the first must not fit where the next does not."""
+    real, found = train_gpt2.evaluate, []
+
+    def evaluate(setup, *args):
+        found.append([parameter.grad for parameter in setup.model.parameters()])
+        return real(setup, *args)
+
+    monkeypatch.setattr(train_gpt2, "evaluate", evaluate)
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 2, "--val-every", 1)
+    assert len(found) == 3 and not any(gradient is not None for gradients in found for gradient in gradients)
+
+
 def test_a_clip_of_zero_clips_nothing(byte_shards, tmp_path):
     """As one above any norm."""
     flags = ["--data", byte_shards, "--max-steps", 3, "--grad-clip"]

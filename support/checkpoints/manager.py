@@ -33,6 +33,7 @@ from support.runtime.distributed import Distributed
 from support.runtime.signals import StopHandler
 from support.terminal import GREEN, styled
 
+WAIT_SECONDS = 30.0  # for a save in progress, until the other ranks are told that it is not over
 HOW_TO_GO_ON = "Fix this, then rerun with --resume auto."
 
 
@@ -56,7 +57,7 @@ class CheckpointManager:
 
     def __init__(
         self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None],
-        evaluations: Mapping[str, Mapping[int, float]], rank: int = 0,
+        evaluations: Mapping[str, Mapping[int, float]], dist: Distributed,
     ):  # fmt: skip
         """Saves nothing yet.
 
@@ -64,10 +65,10 @@ class CheckpointManager:
             sync_log: waits until everything logged so far is on the disk.
             evaluations: comparable validation losses ("val") and HellaSwag scores ("hella") by step, of earlier processes, too.
         """
-        self.run, self.stop, self.sync_log, self.evaluations, self.rank = run, stop, sync_log, evaluations, rank
+        self.run, self.stop, self.sync_log, self.evaluations, self.dist = run, stop, sync_log, evaluations, dist
         self.out = Path(run.config.out)
         # the last step that `save` was asked to save, 0 if there is none; the same on all ranks
-        self._last_step = 0 if run.forked else run.first_step
+        self.last_step = 0 if run.forked else run.first_step
         self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
@@ -79,26 +80,26 @@ class CheckpointManager:
         Args:
             before_cooldown: a longer run can start from it.
         """
-        self.wait()
-        step, run = train_state.step, self.run
+        self._wait_on_all_ranks()
+        step, run, rank = train_state.step, self.run, self.dist.rank
         # both conditions must be the same on all ranks: otherwise some would wait forever for another rank's shards
-        if step == self._last_step:  # it is saved already, could not be saved, or is step 0
-            if final and self.rank == 0 and not self._failures:
+        if step == self.last_step:  # it is saved already, could not be saved, or is step 0
+            if final and rank == 0 and not self._failures:
                 self._clean_up(step)  # the process that saved it may have ended before cleaning up
             return
         if train_state.bad_steps and not final:
-            if self.rank == 0:
+            if rank == 0:
                 print_lines(f"step {step:5d} | no checkpoint while steps are skipped")
             return
-        self._last_step = step
+        self.last_step = step
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
-        weights = state.copy_to_host(parameters, keep=self.rank == 0)
+        weights = state.copy_to_host(parameters, keep=rank == 0)
         trainer_file = train_state.trainer_file(
-            run.id, run.config.to_dict(), run.start.sources, run.identity, keep=self.rank == 0
+            run.id, run.config.to_dict(), run.start.sources, run.identity, keep=rank == 0
         )
         card_of = run, step, train_state.tokens, dict(self.evaluations["val"]), dict(self.evaluations["hella"])
         devices.trim_memory(next(train_state.model.parameters()).device)
-        if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
+        if rank > 0 or self._failures > 1:  # the run ends because saving fails
             return
 
         def write_files(directory: Path) -> None:
@@ -126,10 +127,16 @@ class CheckpointManager:
         self._thread = threading.Thread(target=self._write, args=args, name=f"checkpoint {step}")
         self._thread.start()
 
-    def wait(self) -> None:
-        """Waits for the save in progress."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the save in progress, at most `timeout` seconds; returns whether it has ended."""
         if self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
+        return not (self._thread and self._thread.is_alive())
+
+    def _wait_on_all_ranks(self) -> None:
+        """Waits for rank 0's save in progress, which may take longer on a slow disk than a collective waits for a rank."""
+        while not all(self.dist.all_gather(self.wait(WAIT_SECONDS))):
+            pass
 
     def finish(self) -> None:
         """Waits for the last save. If it failed, the run ends with an error, because no later save replaces it."""
@@ -139,19 +146,19 @@ class CheckpointManager:
                 UserError(f"the last checkpoint could not be saved in {self.out}, see above. {HOW_TO_GO_ON}")
             )
 
-    def save_and_exit(self, train_state: TrainState, before_cooldown: bool, dist: Distributed) -> NoReturn:
+    def save_and_exit(self, train_state: TrainState, before_cooldown: bool) -> NoReturn:
         """Saves the final state of a run that is being stopped, as `save` does, and ends all ranks with the same exit code.
 
         Raises:
             SystemExit: with the exit code. A rank that failed raises its error instead.
         """
-        dist.allow_long_waits()  # the others wait until rank 0 has written
+        self.dist.allow_long_waits()  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every != 0:
             self.save(train_state, before_cooldown, final=True)
         self.finish()
         if not self.stop.failure:
-            dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
-        self.stop.exit_all_ranks(dist.all_gather)
+            self.dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
+        self.stop.exit_all_ranks(self.dist.all_gather)
 
     def describe_newest(self, then: str = "\nnext    {}") -> str:
         """Names the checkpoint from which a resumed run would start, followed by `then` with the command filled in."""

@@ -20,6 +20,7 @@ from support.checkpoints.state import Checkpoint
 from support.config import DEFAULT_PROMPT, TrainConfig
 from support.data.shards import DataIdentity, TokenData
 from support.runtime.machine import Machine
+from support.runtime.memory import count_published
 from support.runtime.schedule import Schedule
 
 
@@ -65,10 +66,8 @@ class RunInfo:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """The number of the model's parameters: without LoRA's, and without the rows that pad the vocabulary in memory."""
-        numels = [p.numel() for name, p in self.model.named_parameters() if ".lora_" not in name]
-        config = self.model_config
-        return sum(numels) - (config.padded_vocab_size - config.vocab_size) * config.n_embd
+        """The number of the model's parameters."""
+        return count_published(self.model)
 
     @property
     def first_step(self) -> int:

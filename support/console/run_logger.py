@@ -64,7 +64,7 @@ class RunLogger:
         """Continues the files of the run; `progress` says how far it is when this process starts."""
         self.run, self.config, self.print0, self.world_size = run, run.config, dist.print0, dist.world_size
         self.first_step = run.first_step
-        self.peak_flops = devices.peak_flops(dist.device)
+        self.peak_flops = devices.peak_flops(dist.device, run.machine.dtype)
         with dist.failing_together():
             self._trackers = Trackers(start_trackers(run.config, self.first_step) if dist.rank == 0 else [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None

@@ -85,12 +85,13 @@ def record_step(
         UserError: a step does something that cannot be recorded, such as reading a tensor's value.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
+    x, y = (torch.zeros((B, T + 1), dtype=torch.int64, device=device) for _ in range(2))
     skipped = torch.zeros((), dtype=torch.bool, device=device)
     try:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": torch.tensor(lr, device=device), "capturable": True}
-        forward_backward = Graph(micro_step, tokens[:, :-1], tokens[:, 1:])
+        # sliced as the loader does: other strides would cause a recompilation
+        forward_backward = Graph(micro_step, x[:, :-1], y[:, 1:])
         graphs: StepGraphs | None = StepGraphs(forward_backward, Graph(update, skipped))
     except torch.OutOfMemoryError:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):

@@ -26,6 +26,8 @@ from support.optim import layers
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
+# PyTorch's own variables: for all errors, and to make the traceback of a CUDA error meaningful
+SHOWS_TRACEBACKS = ("TORCH_SHOW_CPP_STACKTRACES", "CUDA_LAUNCH_BLOCKING")
 CUDA_ERRORS = "CUDA (driver )?error|cuDNN error|Triton Error"  # how the messages of CUDA and its libraries begin
 # What a CPU's core reaches in training GPT-2 124M, roughly: measured with AVX-512, see docs/performance.md; fp16 was not.
 CPU_CORE_FLOPS = {"fp32": 6e10, "bf16": 1.6e11, "fp16": 6e10}
@@ -135,9 +137,11 @@ def describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Returns this GPU's dense bf16 peak in FLOP/s, or None if it is unknown."""
-    gpu = GPUS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Returns this GPU's dense peak in FLOP/s, which is the same for bf16 and fp16; None for fp32, or if it is unknown."""
+    if device.type != "cuda" or dtype == "fp32":
+        return None
+    gpu = GPUS.get(torch.cuda.get_device_name(device))
     return gpu.peak_flops if gpu else None
 
 
@@ -149,14 +153,19 @@ def peak_flops(device: torch.device) -> float | None:
 def report_errors() -> Iterator[None]:
     """Turns errors of the device, such as running out of memory, into a UserError that says what to do.
 
-    With CUDA_LAUNCH_BLOCKING=1, which makes the traceback of a CUDA error meaningful, those stay as they are.
+    With one of the variables in SHOWS_TRACEBACKS, they stay as they are.
     """
     try:
         yield
     except RuntimeError as error:
+        if any(os.environ.get(name) == "1" for name in SHOWS_TRACEBACKS):
+            raise
         if is_out_of_memory(error):
-            message = "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
-        elif re.match(CUDA_ERRORS, str(error)) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            message = (
+                "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute, or see where it "
+                "happens with TORCH_SHOW_CPP_STACKTRACES=1."
+            )
+        elif re.match(CUDA_ERRORS, str(error)):
             message = (
                 f"{str(error).splitlines()[0].rstrip('.')}. Continue with --resume auto. If it comes back, look at the GPU "
                 "with nvidia-smi, try --no-compile, or see where it happens with CUDA_LAUNCH_BLOCKING=1."
@@ -193,21 +202,26 @@ def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
 def free_and_total_memory(device: torch.device) -> tuple[float, float]:
     """Returns the bytes of device memory: free or already held by this process, and in total. Infinite where unknown.
 
-    On a CPU both are this rank's equal share of the available memory and swap, or of a container's limit if that is lower.
+    On a CPU both are this rank's equal share of the machine's `host_memory`.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device), total
+    share = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return share, share
+
+
+def host_memory() -> float:
+    """Returns the bytes of available memory and swap, or of a container's limit if that is lower. Infinite where unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
         available = 1024.0 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
     except (OSError, ValueError, LookupError):  # not Linux
-        return math.inf, math.inf
+        return math.inf
     with contextlib.suppress(OSError, ValueError):  # no container, or "max"
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    share = available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return share, share
+    return available
 
 
 def free_memory(device: torch.device) -> None:

@@ -28,7 +28,7 @@ START_TIMEOUT = timedelta(minutes=30)  # until all processes have started; a nod
 # How long a collective waits for a rank. The long timeout holds until the first step has ended (a node may download
 # gigabytes, and that step compiles) and when the run ends (rank 0 may write gigabytes to a slow disk).
 LONG_TIMEOUT = timedelta(hours=2)
-STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 may generate samples, or wait until it can save again
+STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 may generate samples
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ def block_weights(n_layer: int, n_embd: int) -> int:
     return 12 * n_layer * n_embd**2
 
 
+def count_published(model: nn.Module) -> int:
+    """Counts the parameters of a GPT as its files have them: without LoRA's, and without the rows that pad the vocabulary."""
+    config: Any = model.config
+    numels = [p.numel() for name, p in model.named_parameters() if ".lora_" not in name]
+    return sum(numels) - (config.padded_vocab_size - config.vocab_size) * config.n_embd
+
+
 class Sizes(NamedTuple):
     """The sizes of a model."""
 
@@ -76,12 +83,15 @@ class Layout:
     recompute: bool = False
     compiled: bool = False
     optimizer: str = "adamw"
+    saves: bool = True  # checkpoints
 
     @classmethod
     def of(cls, config: TrainConfig, dtype: torch.dtype, world_size: int, compiled: bool) -> Layout:
         """Returns the layout of a run on so many devices."""
-        sharded = config.shards_weights(world_size)
-        return cls(config.total_batch_size, dtype, world_size, sharded, config.recompute, compiled, config.optimizer)
+        return cls(
+            config.total_batch_size, dtype, world_size, config.shards_weights(world_size), config.recompute, compiled,
+            config.optimizer, saves=config.checkpoint_every != 0,
+        )  # fmt: skip
 
 
 class TrainingMemory(NamedTuple):
@@ -111,6 +121,15 @@ def optimizer_bytes(sizes: Sizes, optimizer: str) -> int:
 def checkpoint_bytes(sizes: Sizes, optimizer: str) -> int:
     """Returns the bytes of a checkpoint: all weights, and the optimizer state of the trained ones."""
     return 4 * sizes.parameters + optimizer_bytes(sizes, optimizer)
+
+
+def saving_bytes(sizes: Sizes, optimizer: str) -> int:
+    """Returns the bytes of host memory that rank 0 takes to save a checkpoint.
+
+    They are a copy of the state, which is written while training continues, and the blocks' matrices once more, transposed
+    for Hugging Face.
+    """
+    return checkpoint_bytes(sizes, optimizer) + 4 * sizes.block_parameters
 
 
 def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float | None) -> TrainingMemory:
@@ -163,6 +182,8 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     else:
         gradients = 4.0 * trained
         buffers = 4.0 * trained + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
+    if not on_gpu and layout.saves:
+        buffers += saving_bytes(sizes, layout.optimizer) / world_size  # rank 0's alone, in the memory that all share
     moments, program = optimizer_bytes(sizes, layout.optimizer) / parts, CUDA_BYTES if on_gpu else PROGRAM_BYTES
     return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers, program)
 
@@ -206,7 +227,9 @@ def check_model_fits(sizes: Mapping[str, Any]) -> None:
 
 
 def check_training_fits(config: TrainConfig, vocab_size: int, world_size: int, device: torch.device) -> None:
-    """Checks that the weights, gradients and optimizer state of a GPT fit into memory. Micro-batches are fitted later.
+    """Checks that the weights, gradients and optimizer state of a GPT fit into memory, and what saving them takes.
+
+    Micro-batches are fitted later.
 
     Raises:
         UserError: they do not.
@@ -216,10 +239,18 @@ def check_training_fits(config: TrainConfig, vocab_size: int, world_size: int, d
     parameters, total = count_parameters(sizes), devices.free_and_total_memory(device)[1]
     of_model = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
     trained = 0 if config.lora_rank else parameters  # LoRA's own parameters are few
-    state = optimizer_bytes(Sizes(**of_model, parameters=parameters, trained=trained), config.optimizer)
-    needed = (4 * parameters + 4 * trained + state) / parts
+    of_run = Sizes(**of_model, parameters=parameters, trained=trained)
+    needed = (4 * parameters + 4 * trained + optimizer_bytes(of_run, config.optimizer)) / parts
+    saving = saving_bytes(of_run, config.optimizer) if config.checkpoint_every != 0 else 0
+    if device.type == "cpu":
+        needed += saving / world_size
     if needed > total:
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(needed)}, but only {format_bytes(total)} are "
             "available. Use a smaller --model, or smaller --n-layer and --n-embd, or more GPUs with --parallel fsdp."
+        )
+    if device.type != "cpu" and saving > (host := devices.host_memory()):
+        raise UserError(
+            f"writing a checkpoint takes {format_bytes(saving)} of this machine's memory, of which {format_bytes(host)} are "
+            "available. Use a smaller model, or a machine with more memory."
         )

@@ -25,7 +25,9 @@ HINTS = {
     "the versions": "Install the same ones on all nodes.",
     "the device": "Use GPUs of one kind.",
     "the checkpoint": "All nodes must see the same folder at --out.",
+    "whether they compile": "Install a C++ compiler and Python's headers on all nodes, or pass --no-compile on all.",
     "the shards": "Copy one node's shards to the others.",
+    "the HellaSwag items": "Copy one node's file to the others.",
 }  # all other facts are flags
 
 
@@ -56,9 +58,10 @@ def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any], planned:
 
 
 def check_runs_agree(dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity) -> None:
-    """Checks that all ranks have the same GPUs, shards and configuration."""
+    """Checks that all ranks have the same GPUs, shards and configuration, and that all compile or none."""
     facts = {flag_name(name): str(x) for name, x in config.to_dict().items() if not TRAIN_FLAGS[name].per_node}
     facts["the device"] = f"{devices.describe(dist.device)} in {machine.dtype}"
+    facts["whether they compile"] = "yes" if machine.compiled else "no"
     splits = json.dumps([identity["train"], identity["val"]])
     facts["the shards"] = hashlib.sha256(splits.encode()).hexdigest()[:8]
     check_facts_agree(dist, facts)

@@ -68,12 +68,15 @@ class Schedule:
             every["samples"] = self.config.sample_every
         return {name for name, interval in every.items() if self._is_due(interval, at)}
 
-    def is_checkpoint_due(self, at: Position) -> bool:
-        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown."""
+    def is_checkpoint_due(self, at: Position, last_saved: int) -> bool:
+        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown.
+
+        If the step before was saved, which was before the cooldown, too, a longer run can start from that one.
+        """
         every = self.config.checkpoint_every
         if every == 0:
             return False
-        return self._is_due(every, at) or self.is_cooldown_next(at)
+        return self._is_due(every, at) or (self.is_cooldown_next(at) and last_saved < at.step - 1)
 
     def is_cooldown_next(self, at: Position) -> bool:
         """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
@@ -137,9 +140,7 @@ class Schedule:
         minutes, max_steps, max_passes = self.config.minutes, self.config.max_steps, self.config.max_passes
         if minutes is None:
             passes = (steps_read + max_steps - first_step) / steps_per_pass
-            return (
-                f"{pluralize(max_steps, 'step')}: {passes:.2f} passes over the data, {_steps(steps_per_pass)} steps each"
-            )
+            return f"{pluralize(max_steps, 'step')}: {passes:.2f} passes over the data, {_steps(steps_per_pass)} steps each"
         since = f" ({seconds / 60:.1f} already done)" if seconds else ""
         limit = f", but at most {max_passes:g} passes" if max_passes else ""
         time = f"{minutes:g} minute{'' if minutes == 1 else 's'}{since}"

@@ -19,7 +19,7 @@ from support.data import shards
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, memory
 from support.runtime.machine import compile_seconds, hellaswag_interval
-from support.runtime.memory import Layout, Sizes, TrainingMemory, training_memory
+from support.runtime.memory import Layout, Sizes, TrainingMemory, count_published, training_memory
 from support.sizing import presets
 from support.sizing.budget import NewModel
 
@@ -56,7 +56,7 @@ MEASURED_MFU = {
 SPREAD = 0.8  # a single measurement may be this much too high: 124M on H100s has 33% and 42%
 DOWNLOAD_BYTES, ENCODE_MINUTES = 28.5e9, 8  # the text of 10 billion tokens, with two cores: docs/eight-gpus.md
 GIGABIT = 1e9 / 8  # bytes per second
-HELLASWAG_ITEMS, TOKENS_PER_ITEM = 10_042, 331  # four endings with their contexts and padding, counted on 2,009 items
+TOKENS_PER_ITEM = 331  # of HellaSwag: four endings with their contexts and padding, counted on 2,009 items
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
@@ -70,6 +70,8 @@ class Plan:
     parameters: int  # without the rows that pad the vocabulary in memory
     flops_per_token: int
     tokenizer: str  # gpt2, bytes or bpe
+    validated_tokens: int  # in each validation
+    hellaswag_items: int  # in each score
     layout: Layout  # in bf16
 
     @property
@@ -148,8 +150,8 @@ def evaluations(plan: Plan) -> tuple[int, int, int]:
 
     validations, scores = times(config.val_every), times(hellaswag_interval(config, on_gpu=True))
     scores = scores if plan.tokenizer == "gpt2" else 0  # HellaSwag is scored only with GPT-2's tokens
-    items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
-    return validations, scores, validations * config.val_tokens + scores * items * TOKENS_PER_ITEM
+    evaluated = validations * plan.validated_tokens + scores * plan.hellaswag_items * TOKENS_PER_ITEM
+    return validations, scores, evaluated
 
 
 # -----------------------------------------------------------------------------
@@ -174,10 +176,14 @@ def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOpti
     return options, {name: value for name, value in cli_flags.items() if name not in names}
 
 
-def print_report(options: PlanOptions, config: TrainConfig, new_model: NewModel, rank: int = 0) -> None:
+def print_report(
+    options: PlanOptions, config: TrainConfig, new_model: NewModel, data: shards.TokenData | None = None,
+    hellaswag_items: int = 0, rank: int = 0,
+) -> None:  # fmt: skip
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Args:
+        data: None if the shards are not made yet.
         new_model: makes the model; on the meta device, that takes about 2 ms per layer.
 
     Raises:
@@ -190,23 +196,21 @@ def print_report(options: PlanOptions, config: TrainConfig, new_model: NewModel,
     batch_size.rows_per_rank(config, options.gpus)
     if rank > 0:
         return
-    tokenizer, vocab_size = tokenizer_of(config)
+    if data:
+        tokenizer, vocab_size = data.tokenizer.name, data.tokenizer.vocab_size
+        validated_tokens = sum(map(len, data.targets(config.block_size, config.val_tokens)))
+    else:
+        tokenizer, vocab_size = presets.tokenizer_name(config), presets.vocab_size_for(config)
+        validated_tokens = config.val_tokens
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
     layout = Layout.of(config, torch.bfloat16, options.gpus, compiled=config.compile is not False)
-    sizes = Sizes.of(model)
-    parameters = sizes.parameters - (sizes.vocab_size - vocab_size) * sizes.n_embd
-    plan = Plan(options, config, sizes, parameters, model.flops_per_token(), tokenizer, layout)
+    plan = Plan(
+        options, config, Sizes.of(model), count_published(model), model.flops_per_token(), tokenizer, validated_tokens,
+        hellaswag_items, layout,
+    )  # fmt: skip
     for line in report(plan):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
-
-
-def tokenizer_of(config: TrainConfig) -> tuple[str, int]:
-    """Returns the name and the vocabulary size of the tokenizer of a run's shards, which may not be made yet."""
-    if shards.shard_paths(config.data, "train"):
-        manifest = shards.read_manifest(config.data)
-        return manifest["tokenizer"], manifest["vocab_size"]
-    return presets.tokenizer_name(config), presets.vocab_size_for(config)
 
 
 def report(plan: Plan) -> Iterator[str]:
@@ -277,8 +281,11 @@ def report(plan: Plan) -> Iterator[str]:
             f"{DOWNLOAD_BYTES / GIGABIT / 60:.0f} minutes at 1 Gbit/s, and encodes it, {ENCODE_MINUTES} minutes with two cores. "
             "That needs no GPU"
         )
-    checkpoint_bytes = memory.checkpoint_bytes(sizes, plan.layout.optimizer)
-    yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
+    saved, saving = (count(sizes, config.optimizer) for count in (memory.checkpoint_bytes, memory.saving_bytes))
+    yield (
+        f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(saved)} per checkpoint; writing one takes "
+        f"{format_bytes(saving)} of the host's memory"
+    )
 
 
 def _range(low: float, high: float, form: str) -> str:
