@@ -72,11 +72,15 @@ class Schedule:
         """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown.
 
         If the step before was saved, which was before the cooldown, too, a longer run can start from that one.
+
+        Args:
+            last_saved: the step that was saved last; 0: none.
         """
         every = self.config.checkpoint_every
         if every == 0:
             return False
-        return self._is_due(every, at) or (self.is_cooldown_next(at) and last_saved < at.step - 1)
+        just_saved = last_saved > 0 and last_saved == at.step - 1
+        return self._is_due(every, at) or (self.is_cooldown_next(at) and not just_saved)
 
     def is_cooldown_next(self, at: Position) -> bool:
         """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
