@@ -349,6 +349,28 @@ def test_a_folder_has_the_fork_that_is_asked_for(runs, tmp_path):
     assert configure(["--fork", str(same), "--out", str(tmp_path / "fork"), "--resume"])[1].resumed
 
 
+def test_what_is_left_for_a_fork_of_a_timed_run(runs, tmp_path):
+    """Of one that has used up its minute or its passes: nothing, unless it gets more time, or another text to read."""
+
+    def write_files(folder):
+        ignored = shutil.ignore_patterns("checkpoint.json")
+        shutil.copytree(runs / "20/model_00006", folder, ignore=ignored, dirs_exist_ok=True)
+        content = torch.load(folder / "trainer.pt", weights_only=True)
+        content["config"] |= {"minutes": 1.0, "max_passes": 0.01}
+        torch.save(content | {"progress": 1.0, "seconds": 50.0}, folder / "trainer.pt")
+
+    write_checkpoint(tmp_path / "run/model_00006", write_files)
+    (tmp_path / "text.txt").write_text("A text. " * 100)
+    fork = ["--fork", tmp_path / "run/model_00006", "--out", tmp_path / "fork"]
+    for flags in ([], ["--max-lr", 1e-3], ["--minutes", 2], ["--max-passes", 0]):
+        if flags[:1] == ["--max-passes"]:
+            configure([*fork, *flags])  # 5 seconds are left
+            continue
+        with pytest.raises(UserError, match="was trained for 6 steps and 0.8 minutes"):
+            configure([*fork, *flags])
+    configure([*fork, "--minutes", 2, "--text", tmp_path / "text.txt"])
+
+
 @pytest.mark.parametrize("minutes", [None, 0.5])
 def test_what_a_timed_run_validates_is_chosen_once(runs, tmp_path, monkeypatch, minutes):
     """By hand: an eighth of 40,000 tokens is 5,000, fewer than the 32,768 that are enough."""

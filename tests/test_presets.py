@@ -124,7 +124,7 @@ def test_a_run_that_is_made_longer_gets_the_flags_for_its_passes(passes, flags, 
 
 @pytest.mark.parametrize(
     "source, expected",
-    [("--text", 0.5), ("command line", None), ("command line of the fork", 0.5), ("--demo", 0.5)],
+    [("--text", 0.5), ("command line", None), ("command line of the fork", 0.5), ("--demo", 0.5), ("--recipe", None)],
 )
 def test_a_run_that_is_made_longer_keeps_the_weight_decay_that_its_user_chose(source, expected):
     """By hand: with steps of 16,384 tokens, a new run has weight decay 0.1 up to five passes, 0.3 at six and 0.5 at seven."""

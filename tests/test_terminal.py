@@ -212,7 +212,10 @@ def test_the_command_for_a_longer_run_on_a_text_has_the_flags_for_its_passes(
     of_text = ["--text", tmp_path / "text.txt", "--recipe", "fast", "--total-batch-size", 1024]
     run = run_info("--out", out, *of_text, "--dropout", dropout)
     config = replace(run.config, minutes=5.0, max_passes=limit, weight_decay=0.4)
-    run = replace(run, config=config, schedule=Schedule(config))
+    start = run.start.with_layer(
+        "--text", {"weight_decay": 0.4}
+    )  # unlike in a run of a --max-lr, as that of TINY_FLAGS
+    run = replace(run, config=config, start=start, schedule=Schedule(config))
     run.__dict__["bytes_per_token"] = 1.0
     state = TrainState(None, None, None, step=6, tokens=1536)
     print_summary(run, ONE_PROCESS, state, passes, {6: 4.0}, None, [])

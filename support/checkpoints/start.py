@@ -250,9 +250,16 @@ def _fork(cli_flags: dict[str, Any], checkpoint: Checkpoint, dist: Distributed) 
     kept = {name: value for name, value in stored.items() if not changed & {*TRAIN_FLAGS[name].follows.split()}}
     if cli_flags.keys() & LENGTH_FLAGS:
         kept |= presets.flags_for_length(stored, cli_flags.get("max_steps"))
-    schedule = Schedule(TrainConfig(**stored | kept | cli_flags))
-    steps, seconds = checkpoint.step, checkpoint.seconds
-    if schedule.is_over(steps, schedule.progress(steps, schedule.time_used(seconds), checkpoint.passes)):
+    config = TrainConfig(**stored | kept | cli_flags)
+    schedule, steps, seconds = Schedule(config), checkpoint.step, checkpoint.seconds
+    passes = 0.0 if cli_flags.keys() & {"data", "text"} else checkpoint.passes  # other data begin at their first row
+    # the seconds of a run that has used up its time are a little less, without its start
+    had_this_end = checkpoint.progress >= 1 and (config.minutes, config.max_passes) == (
+        stored["minutes"],
+        stored["max_passes"],
+    )
+    is_over = schedule.is_over(steps, schedule.progress(steps, schedule.time_used(seconds), passes))
+    if is_over or config.minutes and had_this_end:
         raise UserError(
             f"{path} was trained for {steps:,} steps and {seconds / 60:.1f} minutes. For a longer run, use a higher "
             "--max-steps or --minutes; or fork an earlier checkpoint."

@@ -157,7 +157,8 @@ def longer_run(config: TrainConfig, sources: Mapping[str, str], passes: float, t
     """Returns the flags of a fork that makes a finished run at most twice as long; none if that gains nothing.
 
     If it reads its text too often for the run's dropout and weight decay, it gets those of a new run of that length. A
-    weight decay that the user chose for the run stays. One on the command line of a fork is probably of this function.
+    weight decay stays if the user chose it for the run, or no preset did. One on the command line of a fork is probably of
+    this function.
 
     Args:
         sources: the layer that each value came from.
@@ -178,7 +179,8 @@ def longer_run(config: TrainConfig, sources: Mapping[str, str], passes: float, t
         of_run = {"recipe": config.recipe, "optimizer": config.optimizer}
         recipe = tables["recipe"]["fast"]
         fitting = fast_rates(recipe, config.total_batch_size, of_run, more).get("weight_decay", config.weight_decay)
-        if sources["weight_decay"] != "command line" and not math.isclose(fitting, config.weight_decay, rel_tol=0.01):
+        by_preset = sources["weight_decay"] in ("--minutes", "--text", "--demo", "command line of the fork")
+        if by_preset and not math.isclose(fitting, config.weight_decay, rel_tol=0.01):
             chosen["weight_decay"] = float(f"{fitting:.3g}")
         if 0 < config.max_passes < more:
             chosen["max_passes"] = math.ceil(more)
