@@ -349,6 +349,19 @@ def test_a_folder_has_the_fork_that_is_asked_for(runs, tmp_path):
     assert configure(["--fork", str(same), "--out", str(tmp_path / "fork"), "--resume"])[1].resumed
 
 
+def test_a_resumed_fork_has_the_sources_of_its_first_start(runs, tmp_path):
+    """Also if the same command resumes it."""
+    command = ["--fork", runs / "20/model_00006", "--max-lr", 1e-3, "--keep", 2, "--out", tmp_path / "fork"]
+    trained_fork = [*command, "--max-steps", 30, "--resume", "auto"]
+    config, first = configure(trained_fork)
+    train_gpt2.train(config, ONE_PROCESS, first)
+    resumed_again = configure([*trained_fork, "--keep", 3])[1].sources
+    assert resumed_again.pop("keep") == "command line"
+    for name in ("max_lr", "max_steps", "optimizer", "seed"):
+        assert resumed_again[name] == first.sources[name]
+    assert first.sources["max_lr"] == "command line of the fork"
+
+
 def test_what_is_left_for_a_fork_of_a_timed_run(runs, tmp_path):
     """Of one that has used up its minute or its passes: nothing, unless it gets more time, or another text to read."""
 

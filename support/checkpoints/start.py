@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,9 @@ class Start:
         """The layer that has each flag's value. A value from a checkpoint keeps the source that it had in its run."""
         sources = {name: source(self.layers, name) for name in TRAIN_FLAGS}
         of_checkpoint = self.checkpoint.sources if self.checkpoint else {}
+        if self.resumed:  # a flag that is given again with the same value changes nothing
+            given = self.layers["command line"].items()
+            sources |= {name: "checkpoint" for name, x in given if self.resumed.config.get(name, MISSING) == x}
         renamed = {"command line": "command line of the fork"} if self.forked else {}
         return {
             name: of_checkpoint.get(name, layer) if layer == "checkpoint" else renamed.get(layer, layer)
