@@ -158,7 +158,14 @@ def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):
         "--out",
         tmp_path,
         checkpoint=SimpleNamespace(
-            validation_loss=lambda key: None, run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3, sources={}
+            validation_loss=lambda key: None,
+            run="a",
+            step=7,
+            tokens=1792,
+            seconds=1800.0,
+            progress=0.3,
+            sources={},
+            config={},
         ),
     )
     config = replace(run.config, minutes=90.0)

@@ -182,7 +182,9 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
         f"saved   {out}/model_00006",
         f"next    python sample.py --model '{out}/model_00006' --prompt 'a b'",
     ]
-    resumed = replace(run, start=replace(run.start, checkpoint=SimpleNamespace(step=2, seconds=60.0, sources={})))
+    resumed = replace(
+        run, start=replace(run.start, checkpoint=SimpleNamespace(step=2, seconds=60.0, sources={}, config={}))
+    )
     resumed.__dict__["bytes_per_token"] = 2.0
     save_before_cooldown(out / "model_00004")
     print_summary(resumed, ONE_PROCESS, state, 1.0, val, None, [])
