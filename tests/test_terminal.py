@@ -21,13 +21,13 @@ from types import SimpleNamespace
 import pytest
 from helpers import STEP, Rank, finish_run, start_run
 from runs import log_without_seconds
-from training import ONE_PROCESS, config_of, run_info, trained
+from training import ONE_PROCESS, config_of, configure, run_info, trained
 
 from support import terminal
 from support.checkpoints.state import TrainState
 from support.cli import warn
 from support.console import run_logger
-from support.console.progress import print_summary
+from support.console.progress import describe_choices, print_summary
 from support.runtime.schedule import Schedule
 
 COLUMNS = 80
@@ -226,6 +226,20 @@ def test_the_command_for_a_longer_run_on_a_text_has_the_flags_for_its_passes(
     assert ("the data has been read" in printed) == (note is not None) and (note or "") in printed
     command = f"longer  python train_gpt2.py --fork {out}/model_00004 --out {out}_longer --minutes 10"
     assert lines[-1] == (f"next    python sample.py --model {out}/model_00006" if longer is None else command + longer)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--weight-decay", 0.3], "cooldown fraction 0.7, shuffle: --text"),  # not what was typed
+        (["--schedule", "cosine", "--no-shuffle", "--max-lr", 1e-3], ""),  # nor what has no effect
+        (["--recipe", "gpt2"], "shuffle: --text"),
+    ],
+)
+def test_the_header_says_what_was_chosen_and_by_which_flag(tmp_path, flags, expected):
+    (tmp_path / "text.txt").write_text("Some text. " * 1000)
+    config, start = configure(["--text", tmp_path / "text.txt", "--max-steps", 9, *flags])
+    assert describe_choices(replace(run_info(), config=config, start=start)) == expected
 
 
 @pytest.mark.parametrize("passes, dropout", [(3.0, 0.0), (38.0, 0.0), (38.0, 0.2)])

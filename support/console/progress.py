@@ -128,7 +128,8 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
 def describe_choices(run: RunInfo) -> str:
     """Says which settings that no other line shows were chosen, and by which flag; empty if there are none."""
     by_flag: dict[str, list[str]] = {}
-    for name in ("weight_decay", "dropout", "cooldown_fraction", "shuffle"):
+    cooldown = ("cooldown_fraction",) if run.config.has_cooldown else ()
+    for name in ("weight_decay", "dropout", *cooldown, "shuffle"):
         flag, value = run.start.sources[name], getattr(run.config, name)
         if flag in CHOOSING_LAYERS and value != TRAIN_FLAGS[name].default:
             words = name.replace("_", " ") + (f" {value:.3g}" if name != "shuffle" else "")
