@@ -225,8 +225,8 @@ class GPT(nn.Module):
             return self.logits(x), None
         # Equivalent to F.cross_entropy(self.lm_head(x)[..., :V].flatten(0, 1), targets.flatten()). But the logits of a
         # full micro-batch, (B, T, V), would take as much memory as the activations of all blocks. So the loss is
-        # computed in chunks of rows (in fp16, all at once), together with the gradients of x and of the weight, which
-        # depend only on softmax(logits) - one_hot(targets). The padding is left out of the softmax.
+        # computed in chunks of rows, together with the gradients of x and of the weight, which depend only on
+        # softmax(logits) - one_hot(targets). The padding is left out of the softmax.
         x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V padded, C)
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 

@@ -58,6 +58,21 @@ def numbers(pattern: str, out: str) -> list[float]:
     return [float(end.replace(",", "")) for end in (low, high or low)]
 
 
+def test_a_gpu_without_bf16_is_planned_in_fp16(capsys):
+    assert (
+        plan_for("--gpu", "T4").layout.dtype == plan_for("--gpu", "T4", "--dtype", "fp16").layout.dtype == torch.float16
+    )
+    main("--plan --gpu T4 --mfu 0.25".split())
+    out = printed(capsys)
+    assert "65 TFLOP/s in fp16" in out
+    flops = 19073 * 2**19 * (6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024)
+    assert numbers(r": (\S+?)(?: to (\S+))? hours; ", out)[0] == pytest.approx(flops / (0.25 * 65e12) / 3600, rel=1e-3)
+    with pytest.raises(UserError, match="in fp16 on such a GPU.* Leave out --dtype bf16"):
+        main("--plan --gpu T4 --dtype bf16".split())
+    with pytest.raises(UserError, match="in bf16 on such a GPU"):
+        main("--plan --gpu A100 --dtype fp16".split())
+
+
 def test_whose_measurement_it_is(capsys):
     main("--plan --gpus 8 --gpu H100 --model gpt2-medium".split())  # 355M: nearer to 124M than to 1,558M
     words = "MFU (measured with 124M parameters: 33% on 8 H100 by gollem, 42% on an H100 by this trainer)"
@@ -217,7 +232,7 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is not a multiple of"):
         main("--plan --gpus 1000".split())
-    with pytest.raises(UserError, match="--gpu is 'H99'. It must be A100, "):
+    with pytest.raises(UserError, match="--gpu is 'H99'. It must be .* A100, "):
         main("--plan --gpu H99".split())
     lora = replace(config_with(dtype="bf16"), init_from="x", lora_rank=4)
     with pytest.raises(UserError, match="Leave out --lora-rank"):

@@ -7,6 +7,7 @@ backward pass only scales them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,6 +21,10 @@ from torch.nn import functional as F
 CPU_CHUNK_ROWS = 512
 CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 2^30 logits on an H200, 2^29 with 80 GB
 MPS_CHUNK_LOGITS = 2**27
+# In fp16, a gradient below 6e-8 would be 0: a sixth of the softmax's elements. So the gradients of the chunks are this
+# many times as large, and the backward pass divides them. (They are of the summed loss, so they are not divided by its
+# thousands of rows, as those that a gradient scaler lifts are.)
+FP16_FACTOR = 2.0**8
 
 
 def chunked_cross_entropy(
@@ -28,8 +33,7 @@ def chunked_cross_entropy(
     """Returns `F.cross_entropy(x @ weight.T[:, :vocab_size], targets)`, in nats; works with autograd and torch.compile.
 
     Does the same matrix products as the plain version, each once, in autocast's precision; the loss and the gradient
-    of the weight are summed in fp32. In fp16, all logits are computed at once: the gradient scaler's factor is known
-    only in the backward pass, and without it, gradients would underflow.
+    of the weight are summed in fp32.
 
     Args:
         x: (N, C) hidden states.
@@ -41,9 +45,6 @@ def chunked_cross_entropy(
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if dtype == torch.float16:
-        logits = F.linear(x, weight)[:, :vocab_size]
-        return F.cross_entropy(logits.float(), targets)
     weight_gradient = torch.is_grad_enabled() and weight.requires_grad  # with LoRA, the weight is frozen
     with_gradients = weight_gradient or (torch.is_grad_enabled() and x.requires_grad)
     # torch.compile cannot look into the custom operation below, so the operation compiles its own inner function
@@ -74,7 +75,11 @@ def _summed_cross_entropy(
     weight_gradient: bool,
     compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the summed loss and, if asked for, the gradients of x, in `dtype`, and of weight, in fp32."""
+    """Returns the summed loss and, if asked for, the gradients of x, in `dtype`, and of weight, in fp32.
+
+    In fp16, both gradients are `FP16_FACTOR` times as large.
+    """
+    factor = FP16_FACTOR if dtype == torch.float16 else 1.0
     x, low_weight = x.to(dtype), weight.to(dtype)
     total = x.new_zeros((), dtype=torch.float32)
     grad_x = x.new_empty(x.shape if with_gradients else 0)
@@ -90,7 +95,8 @@ def _summed_cross_entropy(
         for first in range(0, len(x), rows):
             chunk = x[first : first + rows]  # (R, C)
             logits = torch.mm(chunk, low_weight.T, out=buffer[: len(chunk)])  # (R, W)
-            total += logits_to_gradient_(logits, targets[first : first + rows], vocab_size, with_gradients).sum()
+            chunk_targets = targets[first : first + rows]
+            total += logits_to_gradient_(logits, chunk_targets, vocab_size, with_gradients, factor).sum()
             if with_gradients:
                 torch.mm(logits, low_weight, out=grad_x[first : first + rows])
             if weight_gradient:
@@ -99,29 +105,36 @@ def _summed_cross_entropy(
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds a @ b to the fp32 `total`, without rounding the product if the GPU can multiply bf16 matrices into fp32."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0):
+    """Adds a @ b to the fp32 `total`, without rounding the product if the device can multiply such matrices into fp32."""
+    dtype = a.dtype
+    has_bf16 = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
+    if a.is_cuda and (dtype == torch.float16 or dtype == torch.bfloat16 and has_bf16):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif dtype == torch.float16:  # a sum over rows may exceed the range of fp16
+        total += torch.mm(a.float(), b.float())
     else:
         total += torch.mm(a, b)
 
 
 def _logits_to_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool, factor: float
 ) -> torch.Tensor:
-    """Returns the losses (R,), and overwrites the (R, W) logits with their gradient: softmax - one_hot(target)."""
+    """Returns the losses (R,), and overwrites the (R, W) logits with their gradient: softmax - one_hot(target).
+
+    The gradient is multiplied by `factor`.
+    """
     logits[:, vocab_size:] = -torch.inf  # probability 0, and so a gradient of 0
     log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)  # (R, W)
     targets = targets[:, None]  # (R, 1)
     target_log_probs = log_probs.gather(1, targets)
     if with_gradients:
-        torch.exp(log_probs, out=logits)
-        logits.scatter_(1, targets, target_log_probs.expm1().to(logits.dtype))
+        torch.exp(log_probs if factor == 1.0 else log_probs + math.log(factor), out=logits)
+        logits.scatter_(1, targets, (factor * target_log_probs.expm1()).to(logits.dtype))
     return -target_log_probs[:, 0]
 
 
 def _fused_logits_to_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool, factor: float
 ) -> torch.Tensor:
     """Does the same with one large kernel, which reads a row for its sum, then again to write the gradient.
 
@@ -138,20 +151,22 @@ def _fused_logits_to_gradient_(
     lowest = torch.finfo(logits.dtype).min  # not -inf: a maximum of -inf, minus itself, would be NaN
     logits.scatter_(1, targets, lowest)
     logits[:, vocab_size:] = lowest
-    log_odds = _compiled(_softmax_of_others_)(logits, target_logits, with_gradients)
+    log_odds = _compiled(_softmax_of_others_)(logits, target_logits, with_gradients, factor)
     if with_gradients:
-        logits.scatter_(1, targets, -log_odds.sigmoid().to(logits.dtype))
+        logits.scatter_(1, targets, (-factor * log_odds.sigmoid()).to(logits.dtype))
     return F.softplus(log_odds)[:, 0]
 
 
-def _softmax_of_others_(others: torch.Tensor, target_logits: torch.Tensor, with_gradients: bool) -> torch.Tensor:
+def _softmax_of_others_(
+    others: torch.Tensor, target_logits: torch.Tensor, with_gradients: bool, factor: float
+) -> torch.Tensor:
     """Returns each row's log_odds (R, 1), and overwrites the (R, W) logits of the other ids with their gradient."""
     z = others.float()
     largest = z.amax(-1, keepdim=True)
     log_sum = (z - largest).exp().sum(-1, keepdim=True).log()  # (R, 1)
     log_odds = largest + log_sum - target_logits
     if with_gradients:
-        others.copy_(log_odds.sigmoid() * (z - largest - log_sum).exp())
+        others.copy_(factor * log_odds.sigmoid() * (z - largest - log_sum).exp())
     return log_odds
 
 
@@ -186,8 +201,13 @@ def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> t
     if torch.is_grad_enabled():  # create_graph=True
         raise RuntimeError("the chunked cross-entropy has no second derivative. Compute the loss from GPT.logits.")
     grad_x, grad_weight = ctx.saved_tensors
+    if grad_x.dtype == torch.float16:
+        grad = grad / FP16_FACTOR
+        grad_x = (grad_x.float() * grad).half()  # a product of fp16 would round the factor, which may be very small
+    else:
+        grad_x = grad_x * grad
     # a gradient or None for each argument of the operation; a frozen weight has no gradient
-    return grad_x * grad, grad_weight * grad if len(grad_weight) else None, *[None] * 6
+    return grad_x, grad_weight * grad if len(grad_weight) else None, *[None] * 6
 
 
 _summed_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)

@@ -160,13 +160,12 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
     if itemsize == 2 and not (sharded and on_gpu):
         saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers weights in bf16
-    rows = loss.chunk_rows("cuda" if on_gpu else "cpu", V, device_memory or 0)
-    rows = tokens if dtype == torch.float16 else min(rows, tokens)
+    rows = min(loss.chunk_rows("cuda" if on_gpu else "cpu", V, device_memory or 0), tokens)
     # Eager mode adds logits and log-probabilities in fp32; a CPU adds about as much again for copies in matrix products.
     logits = rows * V * (itemsize + (16 if not on_gpu else 0 if layout.compiled else 8))
-    # without LoRA: the gradient of the embedding in fp32, and of one chunk, which a GPU in bf16 adds in place
+    # without LoRA: the gradient of the embedding in fp32, and of one chunk, which a GPU in bf16 or fp16 adds in place
     if trained == N:
-        logits += (4 if on_gpu and dtype == torch.bfloat16 else 4 + 4) * embedding
+        logits += (4 if on_gpu and itemsize == 2 else 4 + 4) * embedding
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
     # The largest tensor that is sent: the gradient of the embeddings, or of a block. gloo copies it.
     largest = min(4 * trained, 4 * max(N - blocks, blocks / L))

@@ -17,7 +17,7 @@ from support.cli import UserError, flag_name, flags_of, format_bytes
 from support.config import PlanOptions, TrainConfig
 from support.data import shards
 from support.gpus import GPU_FLAGS, GPUS
-from support.runtime import batch_size, memory
+from support.runtime import batch_size, devices, memory
 from support.runtime.machine import compile_seconds, hellaswag_interval
 from support.runtime.memory import Layout, Sizes, TrainingMemory, count_published, training_memory
 from support.sizing import presets
@@ -72,7 +72,7 @@ class Plan:
     tokenizer: str  # gpt2, bytes or bpe
     validated_tokens: int  # in each validation
     hellaswag_items: int  # in each score
-    layout: Layout  # in bf16
+    layout: Layout
 
     @property
     def name(self) -> str:
@@ -191,8 +191,11 @@ def print_report(
     """
     if config.lora_rank:
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
-    if config.dtype not in ("auto", "bf16"):
-        raise UserError(f"--plan can only plan runs in bf16. Leave out --dtype {config.dtype}.")
+    dtype = GPUS[GPU_FLAGS[options.gpu]].dtype
+    if config.dtype not in ("auto", dtype):
+        raise UserError(
+            f"--plan can only plan runs in {dtype} on such a GPU, as its peak is known. Leave out --dtype {config.dtype}."
+        )
     batch_size.rows_per_rank(config, options.gpus)
     if rank > 0:
         return
@@ -204,7 +207,7 @@ def print_report(
         validated_tokens = config.val_tokens
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
-    layout = Layout.of(config, torch.bfloat16, options.gpus, compiled=config.compile is not False)
+    layout = Layout.of(config, devices.DTYPES[dtype], options.gpus, compiled=config.compile is not False)
     plan = Plan(
         options, config, Sizes.of(model), count_published(model), model.flops_per_token(), tokenizer, validated_tokens,
         hellaswag_items, layout,
@@ -230,7 +233,7 @@ def report(plan: Plan) -> Iterator[str]:
         f"{tokens * flops_per_token:.2e} FLOPs, {flops_per_token:.2e} per token"
     )
     yield (
-        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in bf16 each; each GPU gets "
+        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in {GPUS[GPU_FLAGS[options.gpu]].dtype} each; each GPU gets "
         f"{plan.rows_per_gpu:,} x {T:,} tokens of a step"
     )
     if config.minutes:
