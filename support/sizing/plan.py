@@ -193,9 +193,7 @@ def print_report(
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
     dtype = GPUS[GPU_FLAGS[options.gpu]].dtype
     if config.dtype not in ("auto", dtype):
-        raise UserError(
-            f"--plan can only plan runs in {dtype} on such a GPU, as its peak is known. Leave out --dtype {config.dtype}."
-        )
+        raise UserError(f"--plan knows the peak of such a GPU only in {dtype}. Leave out --dtype {config.dtype}.")
     batch_size.rows_per_rank(config, options.gpus)
     if rank > 0:
         return
