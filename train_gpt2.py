@@ -549,6 +549,7 @@ class StepValues(NamedTuple):
     norm: Any  # of the gradients before clipping; the same on all ranks already
     stop_requests: Any
     time_used: Any  # of --minutes, as a fraction: rank 0's clock decides for all
+    overdue: Any  # above 0 if the newest checkpoint is too old, also by rank 0's clock
 
     def mean_over(self, dist: Distributed) -> StepValues:
         """Returns the means over the ranks, by a single all-reduce."""
@@ -622,8 +623,9 @@ def train_step(
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
     # Rank 0's time is for all: with zeros from the others, the mean of world_size times that is the time itself.
     own_time = clock.time_used() * dist.world_size if dist.rank == 0 else 0.0
-    stop_requests, time_used = torch.full_like(norm, stop.requested), torch.full_like(norm, own_time)
-    own = StepValues(loss=loss_accum, norm=norm, stop_requests=stop_requests, time_used=time_used)
+    own_overdue = dist.rank == 0 and clock.is_overdue(config.checkpoint_minutes)
+    stop_requests, time_used, overdue = (torch.full_like(norm, x) for x in (stop.requested, own_time, own_overdue))
+    own = StepValues(loss=loss_accum, norm=norm, stop_requests=stop_requests, time_used=time_used, overdue=overdue)
     means = own.mean_over(dist)
     finite = means.loss.isfinite() & means.norm.isfinite()
     if graphs:
@@ -740,7 +742,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
             finished = schedule.is_over(state.step, state.progress)
             if schedule.is_checkpoint_due(state, checkpoints.last_step):
                 state.seconds = clock.seconds()  # including the evaluation
-                checkpoints.save(state, schedule.is_before_cooldown(state), final=finished)
+                if checkpoints.save(state, final=finished):
+                    clock.saved()
             if finished:
                 dist.allow_long_waits()  # the others wait until rank 0 has written
                 break
@@ -759,10 +762,10 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
             logger.step(state, logged, skip_reason, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.end_long_waits()  # everything is compiled: a rank that takes much longer now is lost
-            state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
+            state.advance(progress, clock.seconds(), config.total_batch_size, loader.row, values.overdue > 0)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
-            checkpoints.save_and_exit(state, schedule.is_before_cooldown(state))
+            checkpoints.save_and_exit(state)
     finish(setup, state, loader, checkpoints, clock)
     return state
 

@@ -141,6 +141,9 @@ class TrainConfig:
 
     checkpoint_every: int | None = CHECKPOINTS(5000, "steps between checkpoints; 0: never, not even when the run is stopped",
         default_help=f"5000; {QUARTERS}", at_least=0, set_by="text demo")
+    checkpoint_minutes: float = CHECKPOINTS(30.0,
+        "save, too, when the newest checkpoint is M minutes old; such a checkpoint is removed after the next one; 0: never",
+        at_least=0, below=1e6, metavar="M")
     keep: int = CHECKPOINTS(0,
         "keep the newest N checkpoints, the one with the best validation loss, and the one before a cooldown; 0: all",
         at_least=0, set_by="text")

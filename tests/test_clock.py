@@ -88,6 +88,20 @@ def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
     assert resumed.time_used() == 0.4  # it was further when it was saved
 
 
+def test_the_age_of_the_newest_checkpoint(fake_time):
+    """By hand: 30 minutes are 1,800 s, after the start of the process or the last checkpoint."""
+    of_run = Clock(None)
+    found = []
+    for now in (1799.0, 1800.0, 3000.0):
+        fake_time.now = now
+        found.append(of_run.is_overdue(30.0))
+    of_run.saved()
+    for now in (4799.0, 4800.0):
+        fake_time.now = now
+        found.append(of_run.is_overdue(30.0))
+    assert found == [False, True, True, False, True] and not of_run.is_overdue(0.0)
+
+
 def test_half_a_step_is_kept(fake_time):
     """By hand: of 116 s, steps of 10 s leave 111; an evaluation between two of them is no step."""
     of_run, found = Clock(2.0), []

@@ -15,7 +15,7 @@ from train_gpt2 import RECIPES, GPTConfig
 # What a resumed run may change: files, evaluation, tracking, checkpoints and device.
 OPTIONS = (
     "data out resume batch_size val_every val_tokens hellaswag_every hellaswag_data hellaswag_limit sample_every prompt "
-    "log_every tensorboard wandb checkpoint_every keep max_bad_steps device dtype parallel recompute tf32 compile "
+    "log_every tensorboard wandb checkpoint_every checkpoint_minutes keep max_bad_steps device dtype parallel recompute tf32 compile "
     "cuda_graphs profile"
 )
 SOURCE = "demo text text_field tokenizer"  # what the shards were made from: a resumed run keeps its shards

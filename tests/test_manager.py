@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import finish_run, start_run, steps_done, wait_for
+from helpers import Rank, finish_run, run_to_the_end, start_run, steps_done, wait_for
 from shard_helpers import small_disk
 from training import NEW_RUN, ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed, run_info, trained
 
@@ -22,8 +22,10 @@ import train_gpt2
 from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
+from support.checkpoints.state import TrainState
 from support.cli import UserError
 from support.console.log import LogFile
+from support.runtime.clock import Clock
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 
@@ -32,9 +34,9 @@ def write_x(folder):
     (folder / "x").write_text("x")
 
 
-def save_one(checkpoints, step):
+def save_one(checkpoints, step, **facts):
     """Saves a checkpoint of `step`; returns the steps of all that are there then."""
-    checkpoints.start(step, write_x)
+    checkpoints.start(step, write_x, **facts)
     checkpoints.wait()
     return [step_of(directory) for directory in list_checkpoints(checkpoints.out)]
 
@@ -246,7 +248,67 @@ def test_what_is_removed_is_said(tmp_path, capsys):
     for step in (1, 2):
         save_one(manager_of(tmp_path), step)
     save_one(manager_of(tmp_path, "--keep", 1), 3)
-    assert "step     3 | removed model_00002, model_00001 (--keep 1)" in capsys.readouterr().out
+    assert "step     3 | removed model_00002 (--keep 1), model_00001 (--keep 1)" in capsys.readouterr().out
+
+
+def always(*args):
+    return True
+
+
+def never(*args):
+    return False
+
+
+def test_a_checkpoint_is_saved_when_the_newest_one_is_old(byte_shards, straight, tmp_path, monkeypatch, capsys):
+    """Here, after each step. It is there until the next one, and changes nothing else."""
+    monkeypatch.setattr(Clock, "is_overdue", always)
+    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS, NEW_RUN)
+    assert checkpoint_names(tmp_path) == [f"model_{step:05d}" for step in (2, 4, 6, 8, 10)]
+    assert_same_run(tmp_path, straight)
+    said = [line for line in capsys.readouterr().out.splitlines() if "saved" in line or "removed" in line]
+    assert said[:3] == [
+        f"step     1 | saved {tmp_path / 'model_00001'}, until the next one",
+        f"step     2 | saved {tmp_path / 'model_00002'}",
+        "step     2 | removed model_00001 (--checkpoint-minutes)",
+    ]
+    trained(tmp_path / "none", "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 0)
+    assert checkpoint_names(tmp_path / "none") == []
+
+
+def test_a_killed_run_loses_what_it_did_since_then(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 10, "--checkpoint-minutes", 1e-6]
+    trained(tmp_path / "straight", *flags)
+    rank = Rank(before={("train_gpt2.train_step", 7): kill_this_process})
+    assert finish_run(start_run(*flags, "--out", "run", cwd=tmp_path, rank=rank)) == [-9]
+    whole = [name for name in checkpoint_names(tmp_path / "run") if name.startswith("model")]
+    assert len(whole) <= 2 and whole[-1] >= "model_00005"
+    resumed(tmp_path / "run")
+    assert checkpoint_names(tmp_path / "run") == ["model_00010"]
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def kill_this_process(*args):
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_the_clock_of_rank_0_decides_for_all(byte_shards, tmp_path, old):
+    """By rank `old`'s clock, the newest checkpoint is always old. If ranks disagreed, they would wait for each other."""
+    is_overdue = "support.runtime.clock.Clock.is_overdue"
+    ranks = {rank: Rank(replaced={is_overdue: always if rank == old else never}) for rank in (0, 1)}
+    run_to_the_end("--data", byte_shards, "--max-steps", 3, "--out", "run", cwd=tmp_path, world_size=2, rank=ranks)
+    assert (tmp_path / "0.txt").read_text().count("until the next one") == (2 if old == 0 else 0)
+    assert checkpoint_names(tmp_path / "run") == ["model_00003"]
+
+
+@pytest.mark.parametrize("keep, expected", [(0, [2, 3, 5, 6, 7]), (2, [2, 5, 6, 7])])
+def test_a_temporary_checkpoint_that_is_the_best_is_kept(tmp_path, keep, expected):
+    """As is the newest one before a cooldown. By hand: 3 and 6 are lasting; of --keep's two, 7 is one, and 6 the other."""
+    checkpoints = manager_of(tmp_path, "--keep", keep)
+    checkpoints.evaluations["val"].update({1: 2.0, 2: 1.0, 3: 1.5})
+    for step in range(1, 8):
+        kept = save_one(checkpoints, step, temporary=step not in (3, 6), before_cooldown=step == 5)
+    assert kept == expected
 
 
 def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path):
@@ -287,9 +349,10 @@ def test_all_ranks_agree_that_a_step_is_saved(tmp_path, monkeypatch, rank):
     monkeypatch.setattr(manager, "write_checkpoint", lambda folder, _, **facts: write(folder, write_x, **facts))
     checkpoints = manager_of(tmp_path, rank=rank)
     model = torch.nn.Linear(1, 1)
-    state = SimpleNamespace(step=3, bad_steps=0, tokens=9, model=model, trainer_file=lambda *args, **facts: {})
+    state = TrainState(model, torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False), step=3)
+    monkeypatch.setattr(state, "trainer_file", lambda *args, **facts: {})
     for final in (False, True):
-        checkpoints.save(state, before_cooldown=False, final=final)
+        checkpoints.save(state, final=final)
         checkpoints.wait()
     assert copied == [rank == 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import pytest
@@ -82,6 +83,16 @@ def test_skipped_steps_are_counted(scale, loss, norm, bad_steps, overflows, mess
 
 
 DATA = {"train": [["a", 1, "1234"]], "val": [], "base": None, "source": None}
+
+
+def test_a_checkpoint_that_is_overdue_waits_for_a_good_step():
+    state = new_state()
+    found = []
+    for loss in (1.0, math.nan, 1.0):
+        state.skip_reason(loss, 1.0)
+        state.advance(0.0, 1.0, 64, 1, overdue=True)
+        found.append(state.overdue)
+    assert found == [True, False, True]
 
 
 @pytest.fixture

@@ -41,7 +41,8 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
     An earlier checkpoint of that name is replaced once the new one is on the disk. If the write fails, nothing changes.
 
     Args:
-        facts: more values for `checkpoint.json`: `before_cooldown`; if the validation loss is known, `val`, and the key
+        facts: more values for `checkpoint.json`: `before_cooldown`; `temporary`, if the next checkpoint replaces it (only the
+            clock asked for it); if the validation loss is known, `val`, and the key
             `comparable` of what it was measured on (see `RunInfo.comparable`).
     """
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from support.checkpoints.directory import (
     find_corruption,
     list_checkpoints,
     newest_before_cooldown,
+    read_facts,
     read_validation_loss,
     step_of,
     write_checkpoint,
@@ -72,13 +73,10 @@ class CheckpointManager:
         self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
-    def save(self, train_state: TrainState, before_cooldown: bool, final: bool = False) -> None:
-        """Starts saving the state; `--resume` will continue from it.
+    def save(self, train_state: TrainState, final: bool = False) -> bool:
+        """Starts saving the state, from which `--resume` will continue; returns whether it does, the same on all ranks.
 
         Right after skipped steps, it saves only a `final` state: skipped steps leave the weights unchanged.
-
-        Args:
-            before_cooldown: a longer run can start from it.
         """
         self._wait_on_all_ranks()
         step, run, rank = train_state.step, self.run, self.dist.rank
@@ -86,11 +84,15 @@ class CheckpointManager:
         if step == self.last_step:  # it is saved already, could not be saved, or is step 0
             if final and rank == 0 and not self._failures:
                 self._clean_up(step)  # the process that saved it may have ended before cleaning up
-            return
+            return False
         if train_state.bad_steps and not final:
             if rank == 0:
                 print_lines(f"step {step:5d} | no checkpoint while steps are skipped")
-            return
+            return False
+        facts = {
+            "before_cooldown": run.schedule.is_before_cooldown(train_state),  # a longer run can start from it
+            "temporary": not (final or run.schedule.is_lasting(train_state, self.last_step)),
+        }
         self.last_step = step
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=rank == 0)
@@ -100,7 +102,7 @@ class CheckpointManager:
         card_of = run, step, train_state.tokens, dict(self.evaluations["val"]), dict(self.evaluations["hella"])
         devices.trim_memory(next(train_state.model.parameters()).device)
         if rank > 0 or self._failures > 1:  # the run ends because saving fails
-            return
+            return True
 
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
@@ -119,11 +121,12 @@ class CheckpointManager:
             except Exception as error:  # a checkpoint without a card is still complete
                 warn(f"the model card of step {step} could not be written ({error}).")
 
-        self.start(step, write_files, before_cooldown)
+        self.start(step, write_files, **facts)
+        return True
 
-    def start(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool = False) -> None:
-        """Starts writing the checkpoint of `step`; `write_files(folder)` writes its files."""
-        args = step, write_files, before_cooldown
+    def start(self, step: int, write_files: Callable[[Path], None], **facts: Any) -> None:
+        """Starts writing the checkpoint of `step`; `write_files(folder)` writes its files. See `write_checkpoint`."""
+        args = step, write_files, facts
         self._thread = threading.Thread(target=self._write, args=args, name=f"checkpoint {step}")
         self._thread.start()
 
@@ -146,7 +149,7 @@ class CheckpointManager:
                 UserError(f"the last checkpoint could not be saved in {self.out}, see above. {HOW_TO_GO_ON}")
             )
 
-    def save_and_exit(self, train_state: TrainState, before_cooldown: bool) -> NoReturn:
+    def save_and_exit(self, train_state: TrainState) -> NoReturn:
         """Saves the final state of a run that is being stopped, as `save` does, and ends all ranks with the same exit code.
 
         Raises:
@@ -154,7 +157,7 @@ class CheckpointManager:
         """
         self.dist.allow_long_waits()  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every != 0:
-            self.save(train_state, before_cooldown, final=True)
+            self.save(train_state, final=True)
         self.finish()
         if not self.stop.failure:
             self.dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
@@ -184,10 +187,9 @@ class CheckpointManager:
         if kind is None and self.stop.failure:
             raise self.stop.failure
 
-    def _write(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool) -> None:
+    def _write(self, step: int, write_files: Callable[[Path], None], facts: dict[str, Any]) -> None:
         directory = checkpoint_path(self.out, step)
         try:
-            facts: dict[str, Any] = {"before_cooldown": before_cooldown}
             if step in self.evaluations["val"]:
                 facts |= {"val": self.evaluations["val"][step], "comparable": self.run.comparable["val"]}
             write_checkpoint(directory, write_files, **facts)
@@ -204,7 +206,8 @@ class CheckpointManager:
                 self.stop.fail(UserError(f"{problem}; neither could the one before. {HOW_TO_GO_ON}"))
             return
         self._failures = 0
-        print_lines(styled(f"step {step:5d} | saved {directory}", GREEN))
+        until = ", until the next one" if facts.get("temporary") else ""
+        print_lines(styled(f"step {step:5d} | saved {directory}{until}", GREEN))
         self._clean_up(step)
 
     def _clean_up(self, step: int) -> None:
@@ -212,30 +215,30 @@ class CheckpointManager:
         removed: list[str] = []
         try:
             if not self.stop.requested:  # a stopped run should end soon
-                for directory in self._not_kept(step):
+                for directory, reason in self._not_kept(step):
                     files.remove(directory)
-                    removed.append(directory.name)
+                    removed.append(f"{directory.name} ({reason})")
             if removed:
-                print_lines(f"step {step:5d} | removed {', '.join(removed)} (--keep {self.run.config.keep})")
+                print_lines(f"step {step:5d} | removed {', '.join(removed)}")
         except OSError as error:
             warn(f"cannot remove old checkpoints in {self.out}: {describe_error(error)}.")
 
-    def _not_kept(self, step: int) -> Iterator[Path]:
-        """Yields the checkpoints to remove.
+    def _not_kept(self, step: int) -> Iterator[tuple[Path, str]]:
+        """Yields the checkpoints to remove, and why.
 
-        All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
-        validation loss, and the newest one before a cooldown, from which a longer run can start.
+        All others are kept: the newest `keep` intact ones, including `step` (0 keeps all) and, without it, no temporary
+        ones; the one with the best validation loss; and the newest one before a cooldown, from which a longer run can start.
         """
-        config, best = self.run.config, self._best()
+        keep, lasting = self.run.config.keep, (self._best(), newest_before_cooldown(self.out))
         *earlier, _newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
-        if config.keep == 0 or len(earlier) < config.keep:
-            return
         kept = 1
         for directory in reversed(earlier):
-            if kept < config.keep and find_corruption(directory) is None:
+            temporary = read_facts(directory).get("temporary")
+            fits = keep == 0 or len(earlier) < keep or kept < keep and find_corruption(directory) is None
+            if fits and not temporary:
                 kept += 1
-            elif directory not in (best, newest_before_cooldown(self.out)):
-                yield directory
+            elif directory not in lasting:
+                yield directory, "--checkpoint-minutes" if temporary else f"--keep {keep}"
 
     def better_than(self, step: int) -> Path | None:
         """Returns the best checkpoint in --out, if it is known to be better than the model of a step; None if not."""

@@ -49,8 +49,9 @@ class TrainState(Position):
     bad_steps: int = 0  # steps skipped just before `step`, because loss or gradients were not finite
     overflows: int = 0  # steps that the scaler skipped because of an fp16 overflow, in total
 
-    def advance(self, progress: float, seconds: float, tokens: int, row: int) -> None:
+    def advance(self, progress: float, seconds: float, tokens: int, row: int, overdue: bool = False) -> None:
         """Moves on to the next step, which begins at `row`; this one had `tokens` tokens."""
+        self.overdue = overdue and not self.bad_steps  # after skipped steps, nothing is saved
         self.step, self.seconds, self.tokens, self.row = self.step + 1, seconds, self.tokens + tokens, row
         self.last_progress, self.progress = self.progress, progress
 

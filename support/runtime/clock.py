@@ -1,4 +1,4 @@
-"""--minutes: how much of a run's time has passed."""
+"""How much of a run's time has passed, with --minutes, and how old its newest checkpoint is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Clock:
         self._began = time.perf_counter()
         self._evaluation = 0.0  # seconds of the longest evaluation
         self._last_call, self._steps = self._began, (0.0, 0.0)  # seconds of the last two steps
+        self._saved = self._began
 
     def seconds(self) -> float:
         """Returns the seconds of training, evaluations and checkpoints included."""
@@ -46,6 +47,14 @@ class Clock:
         left, trained = 60 * self.minutes - used - reserved, self.seconds()
         self._progress = max(self._progress, trained / (trained + left) if left > 0 else 1.0)
         return self._progress
+
+    def saved(self) -> None:
+        """Notes that a checkpoint was made."""
+        self._saved = time.perf_counter()
+
+    def is_overdue(self, minutes: float) -> bool:
+        """Returns whether the last checkpoint, or the start of this process, was so many minutes ago; 0: never."""
+        return minutes > 0 and time.perf_counter() - self._saved >= 60 * minutes
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ class Position:
     step: int = 0  # the step that comes next
     progress: float = 0.0  # the fraction of the schedule that is done, see `Schedule.progress`
     last_progress: float | None = None  # the same one step ago; None at the start of a run
+    overdue: bool = False  # whether the newest checkpoint is --checkpoint-minutes old, by rank 0's clock
 
     def has_passed(self, progress: float) -> bool:
         """Returns whether the last step, or the start of the run, has reached this progress."""
@@ -69,16 +70,19 @@ class Schedule:
         return {name for name, interval in every.items() if self._is_due(interval, at)}
 
     def is_checkpoint_due(self, at: Position, last_saved: int) -> bool:
-        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown.
-
-        If the step before was saved, which was before the cooldown, too, a longer run can start from that one.
+        """Returns whether a checkpoint is due: a lasting one, or one because the newest is too old.
 
         Args:
             last_saved: the step that was saved last; 0: none.
         """
+        return self.config.checkpoint_every != 0 and (at.overdue or self.is_lasting(at, last_saved))
+
+    def is_lasting(self, at: Position, last_saved: int) -> bool:
+        """Returns whether a checkpoint is more than a provision against a crash: at intervals, at the end, before a cooldown.
+
+        If the step before was saved, which was before the cooldown, too, a longer run can start from that one.
+        """
         every = self.config.checkpoint_every
-        if every == 0:
-            return False
         just_saved = last_saved > 0 and last_saved == at.step - 1
         return self._is_due(every, at) or (self.is_cooldown_next(at) and not just_saved)
 
