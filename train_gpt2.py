@@ -183,7 +183,7 @@ class Transformer(nn.Module):
         x = devices.to_bf16_in_autocast(x)  # half the traffic between blocks; the norms still compute in fp32
         for block in self.h:
             x = block(x, cache)
-        return self.ln_f(x.float())
+        return self.ln_f(x.to(self.ln_f.weight.dtype))
 
 
 class GPT(nn.Module):
@@ -231,13 +231,14 @@ class GPT(nn.Module):
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Returns next-token logits (..., V) for hidden states (..., C), in fp32.
+        """Returns next-token logits (..., V) for hidden states (..., C), in fp32 also under autocast.
 
         bf16 would be too coarse: many logits are near -35, where neighbouring bf16 numbers are 0.25 apart.
         """
+        weight = self.lm_head.weight
         with torch.autocast(x.device.type, enabled=False):
-            logits = (self.lm_head.weight @ x.float().mT).mT  # for few rows on a CPU, faster than self.lm_head(x)
-            return logits[..., : self.config.vocab_size]
+            logits = (weight @ x.to(weight.dtype).mT).mT  # for few rows on a CPU, faster than self.lm_head(x)
+            return logits[..., : self.config.vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
 
     @classmethod
     def from_pretrained(cls, name_or_dir: str | os.PathLike[str], dropout: float = 0.0, verify: bool = True) -> GPT:
@@ -870,6 +871,7 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
         if machine.compiled:
             eval_model = devices.compile(eval_model)
     preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
+    dist.connect_gpus()  # before micro-batches are tried: NCCL takes memory, too
     if not all(dist.all_gather(bool(examples))):  # one node may have failed to download them
         examples = []
     hellaswag_sha256 = hellaswag.sha256_of(examples)
@@ -918,6 +920,8 @@ def initial_state(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
     state = TrainState(setup.model, optimizer, scaler)
     if start.checkpoint:
         state.restore(start.checkpoint, run.identity, config.optimizer, start.forked)  # the model has its weights
+    if not optimizer.state and dist.device.type in batch_size.TRIED:
+        allocate_state(optimizer)
     B, T = run.machine.batch_size, config.block_size
     grad_accum = batch_size.rows_per_rank(config, dist.world_size) // B  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, data.tokenizer.vocab_size, dist, grad_accum, config.shuffle, config.seed)
@@ -925,6 +929,18 @@ def initial_state(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
     if start.forked:  # its schedule may be a different one
         state.progress = run.schedule.progress(state.step, run.schedule.time_used(state.seconds), loader.passes)
     return state, loader
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer allocate its state, by an update that it skips.
+
+    The micro-batch was tried with as much memory in one piece. After a first step, only gaps between activations would be left.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    step_if_finite(optimizer, torch.zeros((), dtype=torch.bool, device=parameter.device))
+    optimizer.zero_grad()
 
 
 def record_step(setup: Setup, state: TrainState, grad_accum: int) -> Setup:

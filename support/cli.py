@@ -18,6 +18,7 @@ import signal
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
@@ -429,24 +430,33 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
     """Calls `main` and exits.
 
     Exit codes: 0 when it returns; 2 after a `UserError` or a disk error, with one line per problem; 130 on
-    Ctrl-C; 1 if the reader of stdout has closed it.
+    Ctrl-C; 1 if the reader of stdout has closed it, or after any other error, with its traceback.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the scripts set it for their imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     startup.show("")
     _make_streams_usable()
+    in_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         code: int | str | None = _exit_code(main)
     except SystemExit as stopped:
         code = stopped.code
+    except Exception:
+        if not in_torchrun:
+            raise
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            _tell_torchrun(traceback.format_exc())
+        code = 1
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
             _discard(stream)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if in_torchrun:
         # With DDP, gloo's threads outlive the process group. If one of them frees a tensor while Python shuts down, the
-        # process aborts, and torchrun reports a finished run as failed.
+        # process aborts, and torchrun reports a finished run as failed. NCCL waits for the other ranks meanwhile, and
+        # torchrun, which would stop them, does not see that this one has failed.
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
 

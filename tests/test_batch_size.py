@@ -13,6 +13,7 @@ import torch
 from helpers import TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
 from training import FP32, NEW_RUN, ONE_PROCESS, assert_same_run, config_of, configure, trained
 
+import train_gpt2
 from support.checkpoints.history import read_starts
 from support.cli import UserError
 from support.runtime import batch_size, devices
@@ -107,6 +108,26 @@ def test_a_trial_takes_what_a_run_does(tiny_model, tried, monkeypatch, micro_ste
     assert largest(config_of("--batch-size", 2, "--total-batch-size", 2 * 16), tiny_model) == 2
     assert seen[4:] == [(2, False)]  # a single micro-step
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
+
+
+@pytest.mark.parametrize("flags", ["--dropout 0.1", "--recipe fast", "--dtype fp16"])
+def test_the_optimizer_has_its_memory_before_the_first_step(byte_shards, tmp_path, monkeypatch, flags):
+    """As in the trial; AdamW's two moments and count, or Muon's momentum, are zero, so the run is the same."""
+    train_step, states = train_gpt2.train_step, []
+
+    def watched_step(setup, state, *args):
+        states.append([tensor.clone() for of in state.optimizer.state.values() for tensor in of.values()])
+        return train_step(setup, state, *args)
+
+    common = ["--data", byte_shards, "--max-steps", 4, *flags.split()]
+    expected = trained(tmp_path / "as_needed", *common)
+    monkeypatch.setattr(batch_size, "TRIED", ("cpu",))
+    monkeypatch.setattr(train_gpt2, "train_step", watched_step)
+    found = trained(tmp_path / "before", *common)
+    assert states[0] and len(states[0]) == len(states[1])
+    assert not any(tensor.any() for tensor in states[0]) and any(tensor.any() for tensor in states[1])
+    assert found == expected
+    assert_same_run(tmp_path / "before", tmp_path / "as_needed")
 
 
 def test_what_the_formulas_exclude_is_not_tried(tiny_model, tried, monkeypatch, capsys):

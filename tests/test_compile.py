@@ -44,7 +44,8 @@ def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, mo
     assert len(losses(tmp_path / "run" / "log.txt", "val")) == 5
 
 
-def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
+@pytest.mark.parametrize("more", ["", "--recompute"])
+def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path, more):
     """0.51 million parameters are 2 MB: DDP's first bucket of 1 MB and one more. The trial compiles what is trained."""
     flags = ["--data", byte_shards, *"--n-layer 1 --n-embd 192 --max-steps 4 --val-every 2".split()]
     counted = Rank(
@@ -55,7 +56,7 @@ def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
             STEP: counting_step,
         }
     )
-    run_to_the_end(*flags, "--out", "run", "--compile", cwd=tmp_path, world_size=2, rank=counted)
+    run_to_the_end(*flags, "--out", "run", "--compile", *more.split(), cwd=tmp_path, world_size=2, rank=counted)
     trained(tmp_path / "eager", *flags)
     for rank in (0, 1):
         counts = [json.loads(line) for line in (tmp_path / f"graphs{rank}.txt").read_text().splitlines()]

@@ -16,8 +16,8 @@ from training import FP32, TINY, resumed, trained
 from support.checkpoints.history import read_starts
 from support.checkpoints.state import TrainState
 from support.cli import UserError
-from support.runtime import batch_size, cuda_graphs
-from support.runtime.memory import Layout, Sizes
+from support.runtime import batch_size, cuda_graphs, devices
+from support.runtime.memory import Layout, Sizes, bytes_needed
 from train_gpt2 import GPT, MODELS, GPTConfig, forward_backward, step_if_finite
 
 
@@ -132,11 +132,12 @@ def test_a_step_that_cannot_be_recorded_is_an_error(byte_shards, tmp_path, monke
         trained(tmp_path, "--data", byte_shards, *FLAGS)
 
 
-def test_only_short_steps_of_one_gpu_are_recorded():
+def test_only_short_steps_of_one_gpu_are_recorded(monkeypatch):
     """By hand: 124M with 8 rows of 1,024 tokens has 8 x 1,024 x 768 = 6.3 million values, with 16 twice as many: 2^23 are 8.4."""
     with torch.device("meta"):
         sizes = Sizes.of(GPT(GPTConfig()))
     layout, gpu = Layout(2**19, torch.bfloat16), torch.device("cuda")
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (24e9, 25e9))
     assert cuda_graphs.are_faster(sizes, layout, 8, gpu) and not cuda_graphs.are_faster(sizes, layout, 16, gpu)
     assert not cuda_graphs.are_faster(sizes, layout, 8, torch.device("cpu"))
     with torch.device("meta"):
@@ -144,3 +145,15 @@ def test_only_short_steps_of_one_gpu_are_recorded():
     assert not cuda_graphs.are_faster(medium, layout, 1, gpu)  # 355M
     for other in (dict(world_size=2), dict(recompute=True), dict(dtype=torch.float16)):
         assert not cuda_graphs.are_faster(sizes, replace(layout, **other), 8, gpu)
+
+
+def test_a_graph_has_memory_that_evaluations_need(monkeypatch):
+    """124M with 8 rows takes 6 GB, so a card of 6 GB launches its kernels one by one, and one of 24 GB does not."""
+    with torch.device("meta"):
+        sizes = Sizes.of(GPT(GPTConfig()))
+    layout, gpu, found = Layout(2**19, torch.bfloat16, compiled=True), torch.device("cuda"), []
+    for gigabytes in (6, 24):
+        monkeypatch.setattr(devices, "free_and_total_memory", lambda device, n=gigabytes * 1e9: (n, n))
+        assert 4e9 < bytes_needed(sizes, layout, gpu, 8) < 7e9
+        found.append(cuda_graphs.are_faster(sizes, layout, 8, gpu))
+    assert found == [False, True]

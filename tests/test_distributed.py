@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -298,6 +299,35 @@ def test_the_others_wait_while_rank_zero_writes_to_a_slow_disk(byte_shards, tmp_
     flags = ["--data", byte_shards, "--max-steps", 6, "--val-every", 0, "--checkpoint-every", 2, "--parallel", parallel]
     run_to_the_end(*flags, "--out", "run", cwd=tmp_path, world_size=2, rank=SLOW_DISK)
     assert checkpoint_names(tmp_path / "run") == ["model_00002", "model_00004", "model_00006"]
+
+
+def test_gpus_that_cannot_connect_are_noticed_within_minutes(monkeypatch):
+    """NCCL then waits without a word: for ten minutes, as in a step, and not for two hours."""
+    events, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(distributed.torch_private, "set_collective_timeout", events.append)
+    monkeypatch.setattr(distributed.distributed, "all_reduce", lambda tensor: events.append("all-reduce"))
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(distributed.torch_private, name, lambda *tensors, name=name: events.append(name))
+    monkeypatch.setattr(distributed.devices, "synchronize", lambda device: events.append("synchronize"))
+    Distributed(0, 0, 2, torch.device("cuda")).connect_gpus()
+    collectives = ["all-reduce", "reduce_scatter", "all_gather", "synchronize"]
+    assert events == [timedelta(minutes=10), *collectives, timedelta(hours=2)]
+
+
+def fail_as_nccl_does(*args):
+    """An error that nobody expects; and what waits for the other ranks when Python shuts down."""
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise RuntimeError("something unexpected")
+
+
+def test_a_rank_with_an_unexpected_error_ends_at_once(byte_shards, tmp_path):
+    """torchrun then stops the others; here, they lose the connection."""
+    flags = ["--data", byte_shards, "--max-steps", 5, "--out", "run"]
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, rank={1: Rank(before={(STEP, 2): fail_as_nccl_does})})
+    assert finish_run(ranks, timeout=30) == [2, 1]
+    assert "RuntimeError: something unexpected\n" in (tmp_path / "1.txt").read_text()
+    assert "lost the connection" in (tmp_path / "0.txt").read_text()
 
 
 def test_a_store_that_does_not_answer_is_a_lost_process():

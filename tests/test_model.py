@@ -106,6 +106,26 @@ def test_logits_and_loss_are_fp32_under_autocast(tiny_model, tokens):
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
+@pytest.mark.parametrize("dtype, within", [(torch.float64, 1e-12), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)])
+def test_a_model_in_another_precision(tokens, dtype, within):
+    """As people load one to sample on a small GPU: logits, loss and gradients, against Hugging Face's model in fp64."""
+    reference, targets = hf_model(), tokens.roll(-1, 1)
+    model, reference = copy_of(reference).to(dtype), reference.double()
+    expected = reference(tokens).logits
+    expected_loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    logits, _ = model(tokens)
+    _, loss = model(tokens, targets)
+    loss.backward()
+    expected_loss.backward()
+    assert logits.dtype == loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (logits - expected).abs().max() < within * expected.abs().max()
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=within)
+    for ours, theirs in ((model.lm_head, reference.lm_head), (model.transformer.ln_f, reference.transformer.ln_f)):
+        difference = ours.weight.grad[: len(theirs.weight)].double() - theirs.weight.grad
+        assert difference.norm() < 4 * within * theirs.weight.grad.norm()
+    assert len(list(model.generate(tokens[:, :4], 3))) == 3
+
+
 # -----------------------------------------------------------------------------
 # Sampling
 

@@ -41,7 +41,7 @@ def chunked_cross_entropy(
         targets: (N,) ids below `vocab_size`.
 
     Returns:
-        The mean loss, an fp32 scalar.
+        The mean loss, an fp32 scalar (fp64 for a model in fp64).
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -75,15 +75,15 @@ def _summed_cross_entropy(
     weight_gradient: bool,
     compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the summed loss and, if asked for, the gradients of x, in `dtype`, and of weight, in fp32.
+    """Returns the summed loss and, if asked for, the gradients of x, in `dtype`, and of weight, in fp32 (or fp64).
 
     In fp16, both gradients are `FP16_FACTOR` times as large.
     """
     factor = FP16_FACTOR if dtype == torch.float16 else 1.0
     x, low_weight = x.to(dtype), weight.to(dtype)
-    total = x.new_zeros((), dtype=torch.float32)
+    total = x.new_zeros((), dtype=_wide(dtype))
     grad_x = x.new_empty(x.shape if with_gradients else 0)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0)
+    grad_weight = torch.zeros_like(weight, dtype=_wide(dtype)) if weight_gradient else x.new_empty(0)
     memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 0
     rows = min(chunk_rows(x.device.type, len(weight), memory), len(x))
     logits_to_gradient_ = _fused_logits_to_gradient_ if compile_chunks else _logits_to_gradient_
@@ -102,6 +102,11 @@ def _summed_cross_entropy(
             if weight_gradient:
                 _add_product_(grad_weight, logits.T, chunk)
     return total, grad_x, grad_weight
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the precision of sums: fp32, or fp64 for a model in fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -124,7 +129,7 @@ def _logits_to_gradient_(
     The gradient is multiplied by `factor`.
     """
     logits[:, vocab_size:] = -torch.inf  # probability 0, and so a gradient of 0
-    log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)  # (R, W)
+    log_probs = F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))  # (R, W)
     targets = targets[:, None]  # (R, 1)
     target_log_probs = log_probs.gather(1, targets)
     if with_gradients:
@@ -147,7 +152,7 @@ def _fused_logits_to_gradient_(
     that the large one needs no masks.
     """
     targets = targets[:, None]  # (R, 1)
-    target_logits = logits.gather(1, targets).float()
+    target_logits = logits.gather(1, targets).to(_wide(logits.dtype))
     lowest = torch.finfo(logits.dtype).min  # not -inf: a maximum of -inf, minus itself, would be NaN
     logits.scatter_(1, targets, lowest)
     logits[:, vocab_size:] = lowest
@@ -161,7 +166,7 @@ def _softmax_of_others_(
     others: torch.Tensor, target_logits: torch.Tensor, with_gradients: bool, factor: float
 ) -> torch.Tensor:
     """Returns each row's log_odds (R, 1), and overwrites the (R, W) logits of the other ids with their gradient."""
-    z = others.float()
+    z = others.to(_wide(others.dtype))
     largest = z.amax(-1, keepdim=True)
     log_sum = (z - largest).exp().sum(-1, keepdim=True).log()  # (R, 1)
     log_odds = largest + log_sum - target_logits
@@ -187,8 +192,8 @@ def _fake_summed_cross_entropy(
     compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_x = x.new_empty(x.shape if with_gradients else 0, dtype=dtype)
-    grad_weight = torch.empty_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0, dtype=dtype)
-    return x.new_empty((), dtype=torch.float32), grad_x, grad_weight
+    grad_weight = torch.empty_like(weight, dtype=_wide(dtype)) if weight_gradient else x.new_empty(0, dtype=dtype)
+    return x.new_empty((), dtype=_wide(dtype)), grad_x, grad_weight
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

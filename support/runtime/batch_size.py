@@ -63,7 +63,6 @@ def try_batch_sizes(
         dist.print0(
             f"note    --batch-size {asked} does not divide the {rows:,} rows of a step on each process; using {most}"
         )
-    dist.connect_gpus()  # NCCL takes memory, too
     free, total = devices.free_and_total_memory(device)
     sharded, needed = layout.sharded, partial(bytes_needed, sizes, layout, device)
     no_row_fits = (

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from support.cli import UserError, print_lines
-from support.runtime.memory import Layout, Sizes
+from support.runtime import devices
+from support.runtime.memory import Layout, Sizes, bytes_needed
 
 # B x T x C of a micro-step, and parameters: with more, computing takes longer than launching, and the memory of the graph
 # would be missing in evaluations.
@@ -38,9 +39,11 @@ class Graph:
             for _ in range(WARM_UP_CALLS):
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
-        gc.collect()  # what is left of these calls belongs to another stream
+        gc.collect()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # On PyTorch's own stream for this, all graphs would share a workspace of cuBLAS, which goes with the first one
+        # that is destroyed (torch 2.12 and newer, pytorch#193402).
+        with torch.cuda.graph(self.graph, stream=stream):
             self.result = function(*arguments)
 
     def __call__(self, *values: torch.Tensor) -> Any:
@@ -50,10 +53,30 @@ class Graph:
         return self.result
 
 
+def record(function: Callable[..., Any], *arguments: torch.Tensor) -> Graph | None:
+    """Records a function of these tensors; returns None if there is too little memory.
+
+    Raises:
+        UserError: the function does something that cannot be recorded, such as reading a tensor's value.
+    """
+    try:
+        return Graph(function, *arguments)
+    except torch.OutOfMemoryError:
+        return None
+    except RuntimeError as error:  # the error of the capture hides that of the step. CUDA is unusable afterwards
+        reason = str(error.__context__ or error).splitlines()[0].rstrip(".")
+        raise UserError(f"a step cannot be recorded as a CUDA graph ({reason}). Use --no-cuda-graphs.") from error
+
+
 def are_faster(sizes: Sizes, layout: Layout, B: int, device: torch.device) -> bool:
-    """Returns whether micro-steps of B rows are faster as graphs: on one GPU, and only where they are short."""
+    """Returns whether micro-steps of B rows should be recorded: on one GPU, only where they are short.
+
+    What a graph holds is missing in evaluations, so there must be memory for twice what a step takes.
+    """
     can = device.type == "cuda" and layout.world_size == 1 and not layout.recompute and layout.dtype != torch.float16
-    return can and B * sizes.block_size * sizes.n_embd <= MOST_VALUES and sizes.parameters <= MOST_PARAMETERS
+    if not can or B * sizes.block_size * sizes.n_embd > MOST_VALUES or sizes.parameters > MOST_PARAMETERS:
+        return False
+    return 2 * bytes_needed(sizes, layout, device, B) <= devices.free_and_total_memory(device)[0]
 
 
 class StepGraphs(NamedTuple):
@@ -87,19 +110,16 @@ def record_step(
     rates = [group["lr"] for group in optimizer.param_groups]
     x, y = (torch.zeros((B, T + 1), dtype=torch.int64, device=device) for _ in range(2))
     skipped = torch.zeros((), dtype=torch.bool, device=device)
-    try:
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group |= {"lr": torch.tensor(lr, device=device), "capturable": True}
-        # sliced as the loader does: other strides would cause a recompilation
-        forward_backward = Graph(micro_step, x[:, :-1], y[:, 1:])
-        graphs: StepGraphs | None = StepGraphs(forward_backward, Graph(update, skipped))
-    except torch.OutOfMemoryError:
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group |= {"lr": torch.tensor(lr, device=device), "capturable": True}
+    # sliced as the loader does: other strides would cause a recompilation
+    forward_backward = record(micro_step, x[:, :-1], y[:, 1:])
+    step_if_finite = record(update, skipped) if forward_backward else None
+    if not (forward_backward and step_if_finite):
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": lr, "capturable": False}
         print_lines("note    too little memory for CUDA graphs, so a step takes longer")
-        graphs = None
-    except RuntimeError as error:  # the error of the capture hides that of the step. CUDA is unusable afterwards
-        reason = str(error.__context__ or error).splitlines()[0].rstrip(".")
-        raise UserError(f"a step cannot be recorded as a CUDA graph ({reason}). Use --no-cuda-graphs.") from error
-    optimizer.zero_grad(set_to_none=graphs is None)
-    return graphs
+        optimizer.zero_grad()
+        return None
+    optimizer.zero_grad(set_to_none=False)
+    return StepGraphs(forward_backward, step_if_finite)

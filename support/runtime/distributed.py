@@ -167,13 +167,19 @@ class Distributed:
         return tensor.tolist()
 
     def connect_gpus(self) -> None:
-        """Makes NCCL connect, and allocate its buffers, for the collectives of DDP and FSDP."""
+        """Makes NCCL connect, and allocate its buffers, for the collectives of DDP and FSDP.
+
+        If it cannot, it says nothing and waits, so this has the short timeout.
+        """
         if self.world_size > 1 and self.device.type == "cuda":
+            self.end_long_waits()
             shard = torch.zeros(-(-(1 << 20) // self.world_size), device=self.device)  # 4 MB in all
             full = shard.repeat(self.world_size)
             distributed.all_reduce(full)
             torch_private.reduce_scatter(shard, full)
             torch_private.all_gather(full, shard)
+            devices.synchronize(self.device)
+            self.allow_long_waits()
 
     def allow_long_waits(self) -> None:
         """Lets collectives wait for hours for a rank that compiles, downloads or writes."""

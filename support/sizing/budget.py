@@ -224,7 +224,7 @@ def _tokens_per_second(
         optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), config.optimizer, dtype=dtype)
         for group in optimizer.param_groups:
             group["capturable"] = True
-        work = cuda_graphs.Graph(step)
+        work = cuda_graphs.record(step) or step
     return TRAINING_FRACTION * B * T * dist.world_size / _seconds_per_call(work, device)
 
 
