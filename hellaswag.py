@@ -22,7 +22,7 @@ from __future__ import annotations
 from support import startup
 
 if __name__ == "__main__":
-    startup.prepare("PyTorch")  # comes first: the imports take seconds
+    startup.prepare(imports_torch=True)  # comes first: the imports take seconds
 
 import contextlib
 import hashlib
@@ -533,7 +533,7 @@ class Results:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    device = torch.device(devices.pick_device_type(args.device))
+    device = devices.pick_device(args.device)
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = huggingface.find_model(args.model)
     # refuses a model before the items are downloaded

@@ -13,7 +13,7 @@ from __future__ import annotations
 from support import startup
 
 if __name__ == "__main__":
-    startup.prepare("PyTorch")  # comes first: the imports take seconds
+    startup.prepare(imports_torch=True)  # comes first: the imports take seconds
 
 import codecs
 import os
@@ -252,7 +252,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    device = torch.device(devices.pick_device_type(args.device))
+    device = devices.pick_device(args.device)
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = find_model(args.model)
     sizes = read_config(directory)

@@ -50,7 +50,7 @@ TABLES = {"model": MODELS, "recipe": RECIPES}  # by the flag that chooses a row;
 
 if __name__ == "__main__":
     cli.check_command_line(CommandLine, __doc__, TABLES)  # a mistake, or --help, need not wait for the next import
-    startup.prepare("PyTorch")  # sets how long idle threads wait, which PyTorch reads when it is imported
+    startup.prepare(imports_torch=True)  # sets how long idle threads wait, which PyTorch reads when it is imported
 
 import numpy as np
 import torch

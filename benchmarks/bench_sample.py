@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
     parser.add_argument("-d", "--device", default="auto", choices=DEVICES)
     args = parser.parse_args()
-    device = torch.device(devices.pick_device_type(args.device))
+    device = devices.pick_device(args.device)
     print("| | texts | sample.py | transformers | |\n|---|---|---|---|---|")
     for name in ("fp32", "bf16"):
         for rows in (1, 8):

@@ -13,12 +13,16 @@ STARTED = time.perf_counter()  # when this process started: the scripts import t
 # model is almost as fast on a free machine, and many times as fast on a busy one (docs/performance.md). OpenMP libraries
 # other than GCC's ignore the setting.
 SPIN_COUNT = "3000"
+OLDEST_TORCH = (2, 11)
 
 
-def prepare(importing: str = "") -> None:
-    """Prepares the process of a script; call it before other imports. `importing` names a slow import for the terminal.
+def prepare(imports_torch: bool = False) -> None:
+    """Prepares the process of a script; call it before other imports.
 
     Sets how long OpenMP's threads spin, unless the user has set this or the number of threads.
+
+    Args:
+        imports_torch: the script is about to import PyTorch. If that is missing or too old, this prints a line, and exits.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
@@ -26,8 +30,25 @@ def prepare(importing: str = "") -> None:
     by_user = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} | (set() if by_torchrun else {"OMP_NUM_THREADS"})
     if not os.environ.keys() & by_user:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # read when PyTorch is loaded
-    if importing:
-        show(f"importing {importing} ...")
+    if imports_torch:
+        _check_torch()
+        show("importing PyTorch ...")
+
+
+def _check_torch() -> None:
+    from importlib import metadata  # which takes a while, too
+
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        problem = "PyTorch is not installed. Run pip install -r requirements.txt."
+    else:
+        if tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH:
+            return
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        problem = f"PyTorch {version} is too old. Install {oldest} or newer, or pip install -r requirements.txt."
+    print(f"error: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def show(text: str) -> None:

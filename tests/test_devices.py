@@ -42,6 +42,32 @@ def test_precision_follows_the_hardware(monkeypatch):
     assert devices.pick_dtype("fp32", CPU) == "fp32"
 
 
+@pytest.mark.parametrize(
+    "build, capability, remedy",
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (7, 5), None),  # T4, torch 2.13 for CUDA 13
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (8, 9), None),  # RTX 4090: sm_86 runs on it
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (12, 1), None),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (6, 0), "its build for CUDA 12.6"),  # P100
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (7, 0), "its build for CUDA 12.6"),  # V100
+        ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90a", (10, 0), "a newer one"),
+        ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90 compute_90", (10, 0), None),  # compiled when it is loaded
+        ("gfx90a gfx942", (9, 4), None),  # AMD's
+    ],
+)
+def test_gpus_for_which_a_build_has_no_kernels(monkeypatch, build, capability, remedy):
+    """By CUDA's rules: machine code runs within its generation, PTX on all later ones."""
+    monkeypatch.setattr(torch.cuda, "get_arch_list", build.split)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if remedy is None:
+        assert devices.pick_device("auto").type == "cuda"
+        return
+    with pytest.raises(UserError, match=rf"has no kernels for a GPU \(compute capability .*\)\. Install {remedy}"):
+        devices.pick_device("auto")
+
+
 def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
     """They are those of bf16 and fp16, so a run in fp32 has no MFU."""
     for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H200 NVL", None), ("Tesla V100", None)):

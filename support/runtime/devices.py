@@ -48,6 +48,34 @@ def pick_device_type(name: str) -> str:
     return name
 
 
+def pick_device(name: str) -> torch.device:
+    """Returns the device of a script that uses one: as in `pick_device_type`, and checks that its kernels are there."""
+    device_type = pick_device_type(name)
+    if device_type == "cuda":
+        check_kernels()
+    return torch.device(device_type)
+
+
+def check_kernels() -> None:
+    """Checks that this build of PyTorch has kernels for this process' GPU.
+
+    Raises:
+        UserError: it has none. The builds for CUDA 13 begin with compute capability 7.5; those for CUDA 12.6 have older GPUs.
+    """
+    built = [re.fullmatch(r"(sm|compute)_(\d+)(\d)\D*", name) for name in torch.cuda.get_arch_list()]
+    kernels = [(match[1], (int(match[2]), int(match[3]))) for match in built if match]
+    own = torch.cuda.get_device_capability()
+    # machine code runs on later GPUs of the same generation, PTX ("compute") on all later ones
+    if not kernels or any(of <= own and (of[0] == own[0] or kind == "compute") for kind, of in kernels):
+        return
+    is_old = own < min(of for _, of in kernels)
+    remedy = "its build for CUDA 12.6, with the selector on pytorch.org" if is_old else "a newer one"
+    raise UserError(
+        f"PyTorch {torch.__version__} has no kernels for {torch.cuda.get_device_name()} (compute capability "
+        f"{own[0]}.{own[1]}). Install {remedy}, or use --device cpu."
+    )
+
+
 def pick_dtype(name: str, device: torch.device) -> str:
     """Returns the precision of matrix products, a key of DTYPES: `name` itself, or the fastest native one for "auto".
 

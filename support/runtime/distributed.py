@@ -88,6 +88,7 @@ class Distributed:
                 f"this node has more processes than GPUs ({torch.cuda.device_count()}). Lower --nproc_per_node."
             )
         torch.cuda.set_device(self.local_rank)
+        devices.check_kernels()
         return replace(self, device=torch.device("cuda", self.local_rank))
 
     def print0(self, text: str) -> None:
