@@ -22,7 +22,7 @@ def prepare(imports_torch: bool = False) -> None:
     Sets how long OpenMP's threads spin, unless the user has set this or the number of threads.
 
     Args:
-        imports_torch: the script is about to import PyTorch. If that is missing or too old, this prints a line, and exits.
+        imports_torch: the script is about to import PyTorch. If that is too old, this prints a line, and exits.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
@@ -41,14 +41,12 @@ def _check_torch() -> None:
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        problem = "PyTorch is not installed. Run pip install -r requirements.txt."
-    else:
-        if tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH:
-            return
+        return  # the import says so
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         problem = f"PyTorch {version} is too old. Install {oldest} or newer, or pip install -r requirements.txt."
-    print(f"error: {problem}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
 
 
 def show(text: str) -> None:
