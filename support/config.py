@@ -206,7 +206,9 @@ class PlanOptions:
     # fmt: off
     plan: bool = PLAN(False, "print what the run will take (memory, time, cost), and exit")
     gpus: int = PLAN(1, "number of GPUs to plan for", default_help="1; under torchrun, its number of processes", **COUNT)
-    gpu: str = PLAN("A100", "GPU to plan for; A100 and H100 have 80 GB", choices=tuple(GPU_FLAGS))
+    gpu: str = PLAN("A100", "GPU to plan for, such as T4, RTX4090, A100 or H100 (both of 80 GB); any other word lists all",
+        choices=tuple(GPU_FLAGS), metavar="GPU",
+        default_help="this machine's, if it has one of them, or A100")
     peak: float | None = PLAN(None, "peak of a GPU that --gpu lacks, in TFLOP/s (bf16, not sparse); its memory is that of --gpu",
         default_help="that of --gpu", at_least=1, at_most=1e6)
     price: float | None = PLAN(None, "price of a GPU-hour to plan with, in any currency", default_help="none",

@@ -80,7 +80,15 @@ def test_whose_measurement_it_is(capsys):
     main("--plan --gpus 8 --gpu H100 --model gpt2-large".split())
     assert "MFU (measured with 1558M parameters: 42% on 8 H100 by gollem; or a fifth less)" in printed(capsys)
     main("--plan --gpu L4".split())
-    assert "at 30.0% to 57.0% MFU (assumed, as nothing is published for this GPU" in printed(capsys)
+    assert "at 24.0% to 57.0% MFU (assumed, as nothing is published for this GPU" in printed(capsys)
+
+
+def test_without_a_name_it_is_this_machines_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, flag in (("Tesla T4", "T4"), ("NVIDIA H100 PCIe", "A100"), ("Tesla K80", "A100")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert plan_for().options.gpu == flag
+        assert plan_for("--gpu", "L4").options.gpu == "L4"
 
 
 def test_another_gpu_is_planned_by_its_peak(capsys):
@@ -90,7 +98,7 @@ def test_another_gpu_is_planned_by_its_peak(capsys):
     assert "1 x GPU of --peak (memory: H200), 2250 TFLOP/s in bf16 each" in out and "which has 150.1" in out
     assert numbers(r"(\S+?)(?: to (\S+))? tokens/s", out)[0] == pytest.approx(0.4 * 2250e12 / 855e6, rel=1e-3)
     main("--plan --gpu H200 --peak 2250".split())
-    assert "at 30.0% to 57.0% MFU (assumed" in printed(capsys)
+    assert "at 24.0% to 57.0% MFU (assumed" in printed(capsys)
 
 
 def test_what_comes_before_the_first_step(capsys, byte_shards, monkeypatch, tmp_path):

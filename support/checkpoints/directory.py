@@ -45,8 +45,7 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
             clock asked for it); if the validation loss is known, `val`, and the key
             `comparable` of what it was measured on (see `RunInfo.comparable`).
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with files.atomic_write(directory) as tmp:
+    with files.atomic_write(directory) as tmp:  # not into a new folder: a disk that was unmounted must not go unnoticed
         tmp.mkdir()
         write_files(tmp)
         written = [path for path in sorted(tmp.rglob("*")) if path.is_file()]

@@ -216,12 +216,15 @@ class CheckpointManager:
         try:
             if not self.stop.requested:  # a stopped run should end soon
                 for directory, reason in self._not_kept(step):
-                    files.remove(directory)
-                    removed.append(f"{directory.name} ({reason})")
+                    try:
+                        files.remove(directory)
+                        removed.append(f"{directory.name} ({reason})")
+                    except OSError as error:  # a mounted cloud disk may not have written it yet
+                        warn(f"cannot remove {directory}: {describe_error(error)}. The next save tries again.")
             if removed:
                 print_lines(f"step {step:5d} | removed {', '.join(removed)}")
         except OSError as error:
-            warn(f"cannot remove old checkpoints in {self.out}: {describe_error(error)}.")
+            warn(f"cannot read the old checkpoints in {self.out}: {describe_error(error)}.")
 
     def _not_kept(self, step: int) -> Iterator[tuple[Path, str]]:
         """Yields the checkpoints to remove, and why.

@@ -54,7 +54,7 @@ MEASURED_MFU = {
     "RTX4090": [Measured(0.55, 124, 1, "an RTX 4090 by nanoGPT")],
 }
 SPREAD = 0.8  # a single measurement may be this much too high: 124M on H100s has 33% and 42%
-DOWNLOAD_BYTES, ENCODE_MINUTES = 28.5e9, 8  # the text of 10 billion tokens, with two cores: docs/eight-gpus.md
+DOWNLOAD_BYTES, ENCODE_MINUTES = 28.5e9, 8  # the text of 10 billion tokens, with two cores: docs/full-run.md
 GIGABIT = 1e9 / 8  # bytes per second
 TOKENS_PER_ITEM = 331  # of HellaSwag: four endings with their contexts and padding, counted on 2,009 items
 SMALL = 60e6  # parameters: half of the smallest model in the table
@@ -107,15 +107,15 @@ class Plan:
 def mfu(plan: Plan) -> tuple[float, float, str]:
     """Returns the lowest and highest model FLOPs utilization to expect, and whose they are.
 
-    They are --mfu, or what was measured on such a GPU at the nearest size, or, of other GPUs, the extremes of all.
+    They are --mfu, or what was measured on such a GPU at the nearest size, or, of other GPUs, the extremes of all and less.
     """
     options, sizes, flops_per_token = plan.options, plan.sizes, plan.flops_per_token
     if options.mfu:
         return options.mfu, options.mfu, "--mfu"
     everything = [measured for of_gpu in MEASURED_MFU.values() for measured in of_gpu]
     if options.peak or options.gpu.split("-")[0] not in MEASURED_MFU:
-        low, high = min(m.mfu for m in everything), max(m.mfu for m in everything)
-        source = "assumed, as nothing is published for this GPU: the lowest and highest of others"
+        low, high = SPREAD * min(m.mfu for m in everything), max(m.mfu for m in everything)
+        source = "assumed, as nothing is published for this GPU: from a fifth below the lowest of others to the highest"
     else:
         of_gpu = MEASURED_MFU[options.gpu.split("-")[0]]
         nearest = min(
@@ -172,8 +172,15 @@ def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOpti
     if of_plan and not of_plan.get("plan"):
         given = " and ".join(map(flag_name, sorted(of_plan)))
         raise UserError(f"{given}: only for --plan. Add --plan, or leave it out.")
-    options = PlanOptions(**{"gpus": world_size} | of_plan)
+    own: dict[str, Any] = {"gpus": world_size, "gpu": _own_gpu()}
+    options = PlanOptions(**own | of_plan)
     return options, {name: value for name, value in cli_flags.items() if name not in names}
+
+
+def _own_gpu() -> str:
+    """Returns the name of this machine's GPU for --gpu, or the default if it has none that is known."""
+    own = GPUS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return own.flag if own and own.flag else PlanOptions.gpu
 
 
 def print_report(
