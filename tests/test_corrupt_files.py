@@ -121,6 +121,7 @@ def test_no_pickle_in_a_checkpoint_is_executed(finished, byte_shards, tmp_path, 
                 shutil.copy(path, folder)
         write_pickle(folder / name, evil, bare)
 
+    run.mkdir()
     write_checkpoint(model, write_files)
     if name == "checkpoint.json":
         write_pickle(model / name, evil, bare)

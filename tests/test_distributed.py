@@ -179,6 +179,7 @@ def gloo():
 
 ONE_GPU = {
     "torch.cuda.is_available": yes, "torch.cuda.device_count": one, "torch.cuda.set_device": nothing,
+    "torch.cuda.get_arch_list": list,
     "support.runtime.distributed.backend": gloo,
 }  # fmt: skip
 

@@ -372,6 +372,7 @@ def test_what_is_left_for_a_fork_of_a_timed_run(runs, tmp_path):
         content["config"] |= {"minutes": 1.0, "max_passes": 0.01}
         torch.save(content | {"progress": 1.0, "seconds": 50.0}, folder / "trainer.pt")
 
+    (tmp_path / "run").mkdir()
     write_checkpoint(tmp_path / "run/model_00006", write_files)
     (tmp_path / "text.txt").write_text("A text. " * 100)
     fork = ["--fork", tmp_path / "run/model_00006", "--out", tmp_path / "fork"]
@@ -394,6 +395,7 @@ def test_what_a_timed_run_validates_is_chosen_once(runs, tmp_path, monkeypatch, 
         content["config"] |= {"val_tokens": 100_000, "minutes": minutes}
         torch.save(content, folder / "trainer.pt")
 
+    (tmp_path / "run").mkdir()
     write_checkpoint(tmp_path / "run/model_00006", write_files)
     found = []
     monkeypatch.setattr(train_gpt2, "train", lambda config, *args: found.append(config))

@@ -214,6 +214,7 @@ def test_an_unknown_model_is_one_sentence(name, monkeypatch, tmp_path):
 
 def test_a_folder_that_is_not_a_checkpoint_is_named(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").mkdir()
     write_checkpoint(tmp_path / "log" / "model_00001", tiny_model.save_pretrained)
     with pytest.raises(UserError, match=r"log is not a checkpoint: .* Did you mean log/model_00001\?"):
         GPT.from_pretrained("log")

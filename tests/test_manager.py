@@ -291,6 +291,13 @@ def kill_this_process(*args):
     os.kill(os.getpid(), 9)
 
 
+def test_a_disk_that_is_unmounted_is_not_replaced_by_a_folder(tmp_path, capsys):
+    """Which would go with the session."""
+    checkpoints = manager_of(tmp_path / "mounted" / "run")
+    assert save_one(checkpoints, 1) == [] and not (tmp_path / "mounted").exists()
+    assert "the checkpoint of step 1 could not be saved" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("old", [0, 1])
 def test_the_clock_of_rank_0_decides_for_all(byte_shards, tmp_path, old):
     """By rank `old`'s clock, the newest checkpoint is always old. If ranks disagreed, they would wait for each other."""

@@ -135,6 +135,7 @@ def test_a_run_of_another_version_says_so(byte_shards, tmp_path):
 def test_a_demo_takes_the_first_free_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert first_free("log_demo") == "log_demo"
+    Path("log_demo").mkdir()
     write_checkpoint(Path("log_demo/model_00005"), lambda folder: (folder / "x").write_text("x"))
     Path("log_demo_2").mkdir()
     Path("log_demo_2/log.txt").write_text("0 train 1.0\n")

@@ -64,9 +64,11 @@ def check_kernels() -> None:
     """
     built = [re.fullmatch(r"(sm|compute)_(\d+)(\d)\D*", name) for name in torch.cuda.get_arch_list()]
     kernels = [(match[1], (int(match[2]), int(match[3]))) for match in built if match]
+    if not kernels:  # AMD's have other names
+        return
     own = torch.cuda.get_device_capability()
     # machine code runs on later GPUs of the same generation, PTX ("compute") on all later ones
-    if not kernels or any(of <= own and (of[0] == own[0] or kind == "compute") for kind, of in kernels):
+    if any(of <= own and (of[0] == own[0] or kind == "compute") for kind, of in kernels):
         return
     is_old = own < min(of for _, of in kernels)
     remedy = "its build for CUDA 12.6, with the selector on pytorch.org" if is_old else "a newer one"

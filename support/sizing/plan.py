@@ -172,7 +172,7 @@ def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOpti
     if of_plan and not of_plan.get("plan"):
         given = " and ".join(map(flag_name, sorted(of_plan)))
         raise UserError(f"{given}: only for --plan. Add --plan, or leave it out.")
-    own: dict[str, Any] = {"gpus": world_size, "gpu": _own_gpu()}
+    own: dict[str, Any] = {"gpus": world_size} | ({"gpu": _own_gpu()} if of_plan else {})
     options = PlanOptions(**own | of_plan)
     return options, {name: value for name, value in cli_flags.items() if name not in names}
 
