@@ -188,7 +188,7 @@ def test_a_second_derivative_is_an_error(head):
         torch.autograd.grad(value, x, create_graph=True)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("scale", [1 / 6, 2.0**16])  # a sixth, over 256 rows and the factor, has 6 bits in fp16
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_fp16_is_as_exact_as_its_rounding(compiled, scale):
     """With confident logits, up to 60, most elements of the softmax are below fp16's smallest number."""

@@ -25,6 +25,7 @@ from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.state import TrainState
 from support.cli import UserError
 from support.console.log import LogFile
+from support.runtime import clock
 from support.runtime.clock import Clock
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
@@ -273,6 +274,28 @@ def test_a_checkpoint_is_saved_when_the_newest_one_is_old(byte_shards, straight,
     ]
     trained(tmp_path / "none", "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 0)
     assert checkpoint_names(tmp_path / "none") == []
+
+
+def test_the_age_counts_from_the_newest_checkpoint(byte_shards, tmp_path, monkeypatch, capsys):
+    """By hand: steps of a minute; saved at 4, 8 and 10, and three minutes after the start and after 4."""
+    now, train_step = [0.0], train_gpt2.train_step
+
+    def step_of_a_minute(*args):
+        now[0] += 60.0
+        return train_step(*args)
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(train_gpt2, "train_step", step_of_a_minute)
+    flags = ["--max-steps", 10, "--checkpoint-every", 4, "--checkpoint-minutes", 3]
+    trained(tmp_path, "--data", byte_shards, *flags)
+    saved = re.findall(r"step +(\d+) \| saved \S+?(, until the next one)?\n", capsys.readouterr().out)
+    assert [(int(step), bool(until)) for step, until in saved] == [
+        (3, True),
+        (4, False),
+        (7, True),
+        (8, False),
+        (10, False),
+    ]
 
 
 def test_a_killed_run_loses_what_it_did_since_then(byte_shards, tmp_path):
