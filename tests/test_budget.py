@@ -11,7 +11,7 @@ from training import ONE_PROCESS, config_of, config_with, configure
 
 from support.cli import UserError, flag_name, parse_flags
 from support.config import TrainConfig
-from support.runtime import devices, memory
+from support.runtime import cuda_graphs, devices, memory
 from support.sizing import budget, presets
 from train_gpt2 import GPT, RECIPES, GPTConfig, new_model
 
@@ -259,3 +259,16 @@ def test_wrong_flags_are_errors(flags, message):
     assert error.value.problems[0].startswith(message)
     minutes = [configure(["--demo", *more])[0].minutes for more in ([], ["--minutes", "7"], ["--max-steps", "9"])]
     assert minutes == [2.0, 7.0, None]
+
+
+def test_too_little_memory_for_graphs_does_not_end_the_measurement(monkeypatch):
+    """The kernels are launched one by one then, as in training."""
+
+    def fail(function, *arguments):
+        function(*arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_graphs, "are_faster", lambda *args: True)
+    monkeypatch.setattr(cuda_graphs, "Graph", fail)
+    monkeypatch.setattr(budget, "MEASURED_SECONDS", 0.01)
+    assert budget._tokens_per_second(config_of(), 2, "fp32", 257, ONE_PROCESS, new_model) > 0
