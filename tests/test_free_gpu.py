@@ -102,7 +102,7 @@ def test_a_session_that_dies_is_continued_by_another(tmp_path, monkeypatch):
         kill_kernels()
         thread.join()
         assert died == ["DeadKernelError"]
-        shutil.rmtree(tmp_path / "session1")  # with its shards
+        shutil.rmtree(tmp_path / "gpt2_code")  # with its shards
         second = run_session(tmp_path / "session2")
     finally:
         kill_kernels()
@@ -114,7 +114,7 @@ def test_a_session_that_dies_is_continued_by_another(tmp_path, monkeypatch):
     images = [output for cell in code_cells(second) for output in cell.outputs if "image/png" in output.get("data", {})]
     assert len(images) == 1
     with subprocess.Popen(
-        ["tar", "-tzf", tmp_path / "session2/code/model.tar.gz"], stdout=subprocess.PIPE, text=True
+        ["tar", "-tzf", tmp_path / "gpt2_code/model.tar.gz"], stdout=subprocess.PIPE, text=True
     ) as tar:
         packed = set(tar.stdout.read().split())
     assert {"model_00060/model.safetensors", "model_00060/config.json", "model_00060/tokenizer.json"} <= packed
