@@ -436,13 +436,13 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     startup.show("")
     _make_streams_usable()
-    in_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"
+    one_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         code: int | str | None = _exit_code(main)
     except SystemExit as stopped:
         code = stopped.code
     except Exception:
-        if not in_torchrun:
+        if not one_of_several:
             raise
         traceback.print_exc()
         with contextlib.suppress(OSError):
@@ -453,7 +453,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
             stream.flush()
         except OSError:
             _discard(stream)
-    if in_torchrun:
+    if one_of_several:
         # With DDP, gloo's threads outlive the process group. If one of them frees a tensor while Python shuts down, the
         # process aborts, and torchrun reports a finished run as failed. NCCL waits for the other ranks meanwhile, and
         # torchrun, which would stop them, does not see that this one has failed.

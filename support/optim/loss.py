@@ -111,11 +111,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Adds a @ b to the fp32 `total`, without rounding the product if the device can multiply such matrices into fp32."""
-    dtype = a.dtype
-    has_bf16 = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
-    if a.is_cuda and (dtype == torch.float16 or dtype == torch.bfloat16 and has_bf16):
+    oldest = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}.get(a.dtype)  # compute capability
+    if a.is_cuda and oldest and torch.cuda.get_device_capability(a.device) >= oldest:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    elif dtype == torch.float16:  # a sum over rows may exceed the range of fp16
+    elif a.dtype == torch.float16:  # a sum over rows may exceed the range of fp16
         total += torch.mm(a.float(), b.float())
     else:
         total += torch.mm(a, b)

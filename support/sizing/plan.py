@@ -225,7 +225,7 @@ def report(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
     options, config, sizes, flops_per_token = plan.options, plan.config, plan.sizes, plan.flops_per_token
     gpus, gpu, steps, T = options.gpus, GPU_FLAGS[options.gpu], config.max_steps, sizes.block_size
-    peak, step_tokens = GPUS[gpu].peak_flops, plan.layout.step_tokens
+    peak, dtype, step_tokens = GPUS[gpu].peak_flops, GPUS[gpu].dtype, plan.layout.step_tokens
     tokens = steps * step_tokens
     if options.peak:
         peak, gpu = options.peak * 1e12, f"GPU of --peak (memory: {options.gpu})"
@@ -238,7 +238,7 @@ def report(plan: Plan) -> Iterator[str]:
         f"{tokens * flops_per_token:.2e} FLOPs, {flops_per_token:.2e} per token"
     )
     yield (
-        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in {GPUS[GPU_FLAGS[options.gpu]].dtype} each; each GPU gets "
+        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in {dtype} each; each GPU gets "
         f"{plan.rows_per_gpu:,} x {T:,} tokens of a step"
     )
     if config.minutes:
