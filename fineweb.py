@@ -24,19 +24,20 @@ if __name__ == "__main__":
 import functools
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import Any
 
-from support.cli import UserError, flag, parse_flags, print_lines, run_cli
+from support.cli import UserError, flag, flag_name, parse_flags, print_lines, run_cli
 from support.data import hub
 from support.data.demo_text import demo_corpus
 from support.data.encode import ENGINES, default_engine, usable_cores
 from support.data.executors import EXECUTORS, Executor
 from support.data.make_shards import SHARD_SIZE, make_shards
 from support.data.shards import load_manifest, read_manifest, read_shards, read_tokenizer
-from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug
+from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug, text_suffix
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
 from support.terminal import pluralize
 
@@ -78,6 +79,14 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 PERFORMANCE = "performance (does not change the shards)"  # a group of flags
+# By flag that says where the text comes from, or the shards to check: the flags that say more about it.
+FLAGS_OF_SOURCE = {
+    "dataset": {"dataset", "name", "split", "revision", "text_field", "document_separator"},
+    "input": {"input", "text_field", "document_separator"},
+    "demo": {"demo"},
+    "check": {"check"},
+}
+SOURCE_FLAGS = set.union(*FLAGS_OF_SOURCE.values())
 
 
 @dataclass(frozen=True)
@@ -144,36 +153,37 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     Raises:
         UserError: it is not valid; one line for each problem.
     """
-    args = Arguments(**parse_flags(Arguments, argv, __doc__))
-    if problems := _invalid_arguments(args):
+    given = parse_flags(Arguments, argv, __doc__)
+    args = Arguments(**given)
+    if problems := _invalid_arguments(args, given):
         raise UserError(*problems)
     return args
 
 
-def _invalid_arguments(args: Arguments) -> list[str]:
+def _invalid_arguments(args: Arguments, given: Collection[str]) -> list[str]:
     problems = []
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         problems.append("--val-fraction must be more than 0 and less than 1.")
-    sources = {"--input": args.input, "--dataset": args.dataset, "--demo": args.demo or None, "--check": args.check}
-    if sum(value is not None for value in sources.values()) > 1:
-        problems.append(f"{', '.join(sources)} are mutually exclusive. Choose one.")
+    sources = [name for name in FLAGS_OF_SOURCE if name in given]
+    if len(sources) > 1:
+        problems.append(f"{' and '.join(map(flag_name, sources))} are mutually exclusive. Choose one.")
+    elif sources:
+        useful = FLAGS_OF_SOURCE[sources[0]]
+        useless = [name for name in given if name not in useful and (name in SOURCE_FLAGS or "check" in given)]
+        problems += [f"{flag_name(name)} has no effect with {flag_name(sources[0])}. Leave it out." for name in useless]
     has_default_output = args.dataset in (None, *hub.FINEWEB_PREFIXES)
     if (args.input or not has_default_output) and args.output is None:
         problems.append("no folder for the shards. Pass one with --output.")
-    if args.document_separator is not None and args.demo:
-        problems.append("--document-separator is for files. Leave it out with --demo.")
     if args.tokenizer_name != "bpe":
         copied = args.tokenizer_from if args.tokenizer_name == "bytes" else None  # GPT-2's can be read from a folder
-        given = {"--vocab-size": args.vocab_size, "--tokenizer-from": copied}
+        for_bpe = {"--vocab-size": args.vocab_size, "--tokenizer-from": copied}
         problems += [
             f"{name} is for --tokenizer bpe. Add --tokenizer bpe, or leave out {name}."
-            for name, value in given.items()
+            for name, value in for_bpe.items()
             if value is not None
         ]
     elif args.vocab_size is not None and args.tokenizer_from is not None:
         problems.append("--tokenizer-from brings its own vocabulary. Leave out --vocab-size.")
-    if (args.name is not None or args.revision is not None) and (args.input or args.demo):
-        problems.append("--name and --revision are for data sets. Leave them out.")
     if args.executor is None and (args.tasks or args.executor_options):
         problems.append("--tasks and --executor-options are for --executor. Add --executor, or leave them out.")
     if args.executor and args.only_parts:
@@ -201,6 +211,8 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
         return demo_corpus()
     if args.input:
         paths = find_input(args.input, lambda note: print_lines(f"note: {note}"))
+        if separator and not any(text_suffix(path) == ".txt" for path in paths):
+            raise UserError("--document-separator divides .txt files, and there is none. Leave it out.")
         return TextFiles(paths, args.text_field, separator)
     name = args.dataset or FINEWEB_EDU
     if os.path.exists(name):

@@ -35,6 +35,7 @@ from bad_inputs import CANARY, KINDS, SCRIPTS, Command, make_fixtures
 from support.cli import run_cli
 from support.data import download
 from support.data.tokenizer import get_tokenizer
+from support.files import LOCK
 
 FORK = multiprocessing.get_context("fork")
 MEMORY = 8 << 30  # bytes of address space that an input may add
@@ -63,7 +64,7 @@ def make_input(number: int, seed: int, folder: Path) -> tuple[str, Command]:
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Returns the content of each file in a folder, by path; None for anything but a regular file."""
-    paths = (path for path in folder.rglob("*") if not path.is_dir() and path.name != ".lock")
+    paths = (path for path in folder.rglob("*") if not path.is_dir() and path.name != LOCK)
     return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 

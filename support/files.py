@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from support.cli import UserError, describe_error, describe_free_space, format_bytes, nearest_existing, warn
 
-LOCK = ".lock"  # in a locked folder; the operating system releases the lock when the process ends, however it ends
+LOCK = ".gpt2.lock"  # in a locked folder; the operating system releases the lock when the process ends, however it ends
 
 
 # -----------------------------------------------------------------------------

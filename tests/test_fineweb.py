@@ -75,12 +75,15 @@ def test_the_demo_text(tmp_path):
             "--input latin.txt --output out",
             "latin.txt is not UTF-8 text. If it is LATIN1, convert it: iconv -f LATIN1 -t UTF-8 latin.txt > NEW",
         ),
+        ("--input l&m.jsonl --output out", "l&m.jsonl, line 2 is not UTF-8 text."),
         ("--input l&m.jsonl --output out", "convert it: iconv -f LATIN1 -t UTF-8 'l&m.jsonl' > NEW"),
         ("--input utf16.txt --output out", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > NEW"),
         (
             "--input utf16le.txt --output out",
             "utf16le.txt is not UTF-8 text. If it is UTF-16LE, convert it: iconv -f UTF-16LE",
         ),
+        ("--input russian.txt --output out", "If it is UTF-16LE, convert it"),
+        ("--input utf32.txt --output out", "If it is UTF-32, convert it"),
         ("--input utf16be.jsonl --output out", "utf16be.jsonl is not UTF-8 text. If it is UTF-16BE, convert it"),
         (
             "--input list.jsonl --output out",
@@ -93,17 +96,25 @@ def test_the_demo_text(tmp_path):
         ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text', only text (NoneType)"),
         ("--input empty.jsonl --output out --tokenizer bpe", "there is no text in empty.jsonl"),
         ("--input a.txt", "no folder for the shards. Pass one with --output."),
-        ("--input a.txt --demo", "mutually exclusive. Choose one"),
+        ("--input a.txt --demo", "--input and --demo are mutually exclusive. Choose one."),
         ("--input a.txt --output out --val-fraction 1.5", "--val-fraction must be more than 0 and less than 1"),
         ("--input a.txt --output out --shard-size 0", "--shard-size is 0. It must be 2 or more"),
         ("--input a.txt --output a.txt", "cannot write to a.txt"),
         ("--dataset no/such --output out", "cannot open the data set no/such"),
         ("--input cut.jsonl.gz --output out", "cut.jsonl.gz cannot be read"),
         ("--input null.parquet --text-field body --output out", "no column 'body'. Choose --text-field from text"),
-        ("--demo --document-separator x", "--document-separator is for files"),
+        ("--demo --document-separator x", "--document-separator has no effect with --demo. Leave it out."),
+        ("--demo --text-field x", "--text-field has no effect with --demo. Leave it out."),
+        ("--input a.txt --output out --split train", "--split has no effect with --input. Leave it out."),
+        ("--check out --max-tokens 5", "--max-tokens has no effect with --check. Leave it out."),
+        ("--input other.jsonl --output out --document-separator x", "divides .txt files, and there is none. Leave it"),
+        (
+            "--input twice.parquet --output out",
+            "twice.parquet has 2 columns 'text'. Choose --text-field from text, text",
+        ),
         ("--input a.txt --output out --shard-size 1e12", "It must be 1000000000 or less"),
-        ("--demo --name x", "--name and --revision are for data sets"),
-        ("--input a.txt --output out --revision x", "--name and --revision are for data sets"),
+        ("--demo --name x", "--name has no effect with --demo"),
+        ("--input a.txt --output out --revision x", "--revision has no effect with --input"),
         (
             "--input a.txt --output out --only-parts 3/2",
             "--only-parts is '3/2'. It must be K/N, such as 3/8, with K from 1",
@@ -135,11 +146,13 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "a.txt").write_text("hello " * 100)
     (tmp_path / "book.pdf").write_text("%PDF")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    (tmp_path / "l&m.jsonl").write_bytes('{"text": "naïve"}\n'.encode("latin-1"))
+    (tmp_path / "l&m.jsonl").write_bytes('{"text": "fine"}\n{"text": "naïve"}\n'.encode("latin-1"))
     (tmp_path / "utf16.txt").write_bytes("naïve".encode("utf-16"))
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tmp_path / "utf16le.txt").write_bytes("hello".encode("utf-16-le"))
     (tmp_path / "utf16be.jsonl").write_bytes('{"text": "fine"}\n{"text": "fine"}\n'.encode("utf-16-be"))
+    (tmp_path / "russian.txt").write_bytes("привет всем\n".encode("utf-16-le"))  # also valid UTF-8
+    (tmp_path / "utf32.txt").write_bytes("hello".encode("utf-32"))
     (tmp_path / "list.jsonl").write_text('["hello"]\n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100000)
@@ -152,6 +165,7 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "broken" / "deep" / "b.txt").symlink_to("nowhere.txt")
     os.mkfifo(tmp_path / "fifo.txt")
     pa.parquet.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
+    pa.parquet.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "twice.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 999)[:-20])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     argv = flags.split() + ([] if "--tokenizer" in flags else ["--tokenizer", "bytes"])

@@ -55,7 +55,7 @@ def runs(byte_shards, tmp_path_factory):
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".gpt2.lock"}
 
 
 @pytest.mark.parametrize("steps", [10, 30])

@@ -35,7 +35,7 @@ def test_without_a_source_it_is_fineweb_edu_and_finished_shards_need_no_hub(serv
     fineweb.main(FLAGS)
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
     assert {p.name for p in Path("edu_fineweb10B").iterdir() if p.suffix != ".npy"} == {
-        ".lock",
+        ".gpt2.lock",
         "manifest.json",
         "tokenizer.json",
     }

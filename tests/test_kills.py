@@ -71,7 +71,7 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(byte_shards, tmp
 def ranks_of(torchrun, out):
     """The process ids of rank 0, which has locked the folder, and rank 1."""
     children = [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
-    [first] = [int(word) for word in (out / ".lock").read_text().split() if word.isdigit()]
+    [first] = [int(word) for word in (out / ".gpt2.lock").read_text().split() if word.isdigit()]
     return first, sum(children) - first
 
 

@@ -294,7 +294,7 @@ def _text(path):
 @pytest.mark.parametrize("options, interrupted_after", [({}, 5), ({"val_fraction": 0.3}, 5)])
 @pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-50]), flip_bit])
 def test_only_lost_shards_are_made_again(tmp_path, monkeypatch, options, interrupted_after, harm):
-    """Those of a finished run, and of one that was interrupted, which compares only the sizes."""
+    """Those of a finished run, and of one that was interrupted."""
 
     def make(folder):
         make_shards(corpus_of(LONG), folder, tokenizer="bytes", shard_size=500, **options)
@@ -306,11 +306,27 @@ def test_only_lost_shards_are_made_again(tmp_path, monkeypatch, options, interru
     after = make(tmp_path / "expected")
     assert files_in(tmp_path / "expected") == files_in(tmp_path / "finished")
     assert [before[path] == after[path] for path in before] == [i != 2 for i in range(len(before))]
-    if harm is not flip_bit:
-        interrupt(LONG, tmp_path / "out", monkeypatch, interrupted_after, shard_size=500, **options)
-        harm(max((tmp_path / "out").glob("*.npy")))
-        make(tmp_path / "out")
-        assert files_in(tmp_path / "out") == files_in(tmp_path / "finished")
+    interrupt(LONG, tmp_path / "out", monkeypatch, interrupted_after, shard_size=500, **options)
+    harm(max((tmp_path / "out").glob("*.npy")))
+    make(tmp_path / "out")
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "finished")
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-50])])
+def test_a_shard_that_is_lost_while_others_are_written_is_named(tmp_path, monkeypatch, harm):
+    write_manifest = module.write_manifest
+
+    def write_and_harm(folder, manifest):
+        write_manifest(folder, manifest)
+        if len(manifest["shards"]) == 4:
+            harm(folder / manifest["shards"][2]["file"])
+
+    monkeypatch.setattr(module, "write_manifest", write_and_harm)
+    with pytest.raises(UserError, match=r"_train_000002\.npy (is not a readable|does not match) .* Rerun the command"):
+        make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    monkeypatch.undo()
+    make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    assert tokens_in(tmp_path) == plain_loop(LONG, plain_bytes, 256, 500)
 
 
 @pytest.mark.parametrize("lost", ["_val_000000.npy", "_train_000007.npy"])

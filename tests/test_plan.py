@@ -158,6 +158,18 @@ def test_data_that_a_run_refuses_has_no_plan(byte_shards):
         main([*of_shards, *"--total-batch-size 256 --val-tokens 8".split()])
 
 
+def test_a_text_without_shards_yet_is_planned_by_its_size(tmp_path):
+    """Of 100,000 bytes, a tenth is held out."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"x" * 100_000)
+    flags = ["--text", text, "--tokenizer", "bytes", "--out", tmp_path / "out"]
+    assert plan.evaluations(plan_for(*flags, "--val-every", 0, "--total-batch-size", 65536))[2] == 0
+    validations, _, evaluated = plan.evaluations(plan_for(*flags))
+    assert evaluated == validations * 10_000 > 0
+    with pytest.raises(UserError, match=r"text\.txt has about 90,000 tokens to train on, and one step takes 131,072\."):
+        plan_for(*flags, "--total-batch-size", 131072)
+
+
 def test_recomputing_repeats_the_forward_pass_of_the_blocks():
     """124M parameters have 85M in the blocks, used twice, and attention's products. The FLOP/s stay the same."""
     flops, repeated = 855e6, 2 * 84_934_656 + 4 * 12 * 768 * 1024

@@ -76,7 +76,7 @@ def test_a_second_demo_has_a_folder_of_its_own(demo, monkeypatch):
 
     before = contents()
     run_to_the_end(*DEMO, "--max-steps", 2, "--val-every", 0, cwd=folder, defaults=())
-    names = ".lock log.txt model_00001 model_00002 starts.jsonl".split()  # model_00001: before the cooldown
+    names = ".gpt2.lock log.txt model_00001 model_00002 starts.jsonl".split()  # model_00001: before the cooldown
     assert sorted(p.name for p in (folder / "log_demo_2").iterdir()) == names
     assert contents() == before
     monkeypatch.chdir(folder)

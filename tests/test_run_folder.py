@@ -77,7 +77,7 @@ def test_what_is_in_a_folder_stays(tmp_path):
     with pytest.raises(UserError, match="already contains a run"):
         lock(tmp_path)
     lock(tmp_path, tmp_path / "model_00001")
-    assert sorted(os.listdir(tmp_path)) == [".lock", "log.txt", "model_00001", "model_of_mine", "notes.md"]
+    assert sorted(os.listdir(tmp_path)) == [".gpt2.lock", "log.txt", "model_00001", "model_of_mine", "notes.md"]
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
         lock(tmp_path, tmp_path / "model_00001")

@@ -201,7 +201,7 @@ def test_tokens_are_read_while_the_file_has_them(tmp_path):
         ([], r'no train shards in .*"python fineweb\.py".*"--demo"'),
         (["a.parquet", "b.md"], r"has text, not shards\. To train on a text, pass it with --text\."),
         (["deep/a.txt.gz"], "has text, not shards"),
-        ([".lock", "log.txt"], "no train shards in"),  # a run
+        ([".gpt2.lock", "log.txt"], "no train shards in"),  # a run
         ([".hidden/a.txt", "a.csv"], "no train shards in"),
     ],
 )

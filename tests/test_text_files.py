@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from shard_helpers import adversarial_texts, documents_of, plain_encoder, valid_
 from support.cli import UserError
 from support.data import text_files
 from support.data.text_files import TextFiles, find_input
+from support.files import LOCK
 
 LARGE = 1 << 20
 
@@ -214,15 +216,18 @@ def test_a_file_that_vanishes_is_named(tmp_path):
 
 
 def test_which_files_of_a_folder_are_text(tmp_path):
-    for folder in ("deep/er", "run", "linked"):
+    for folder in ("deep/er", "run", "linked", "other"):
         (tmp_path / folder).mkdir(parents=True)
-    names = "a.txt b.JSONL c.parquet deep/d.txt.gz deep/er/e.jsonl.zst".split()
-    for name in (*names, *"x.csv x.parquet.gz x.gz deep/noext run/.lock run/log.txt".split()):
+    names = "a.txt b.JSONL c.parquet deep/d.txt.gz deep/er/e.jsonl.zst other/f.txt".split()
+    others = f"x.csv x.parquet.gz x.gz deep/noext run/{LOCK} run/log.txt run/model_1/x.txt other/.lock".split()
+    for name in (*names, *others):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "linked" / "loop").symlink_to(tmp_path)
-    found, _ = text_files.find_text_files(tmp_path)
+    found, skipped = text_files.find_text_files(tmp_path)
+    assert skipped == [tmp_path / "run/log.txt", tmp_path / "run/model_1/x.txt"]
     assert [str(path.relative_to(tmp_path)) for path in found] == names
-    assert [text_files.text_suffix(path) for path in found] == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl"]
+    assert [text_files.text_suffix(path) for path in found] == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl", ".txt"]
 
 
 def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path, monkeypatch):
@@ -236,14 +241,13 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
     visible = [Path("t/a.txt"), Path("t/d/b.txt"), Path("t/linked/deep/c.jsonl")]
     said = list[str]()
     assert find_input(["t", "t/d"], said.append) == find_input(["t/**/*.*[!v]"]) == visible
-    assert said == ["names that begin with a dot are skipped (4 text files)"]
+    why = "(names that begin with a dot, and folders of runs and shards)"
+    assert said == [f"skipped 4 text files, such as t/._b.txt {why}"]
     assert find_input([*hidden, "t/.cache"], said.append) == [Path(name) for name in hidden]
     assert len(said) == 1
     Path("only").mkdir()
     Path("only/.a.txt").write_text("a")
-    with pytest.raises(
-        UserError, match=r"no text in only: names that begin with a dot are skipped \(1 text file\)\. Give"
-    ):
+    with pytest.raises(UserError, match=rf"no text in only: skipped only/.a.txt {re.escape(why)}\. Give"):
         find_input(["only"])
 
 

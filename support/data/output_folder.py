@@ -71,7 +71,13 @@ class OutputFolder:
         self.parts.mkdir(exist_ok=True)
 
     def finish(self) -> None:
-        """Marks the folder as complete, and removes the parts."""
+        """Marks the folder as complete, and removes the parts.
+
+        Raises:
+            UserError: a shard was removed or changed meanwhile.
+        """
+        for entry in self.manifest["shards"]:
+            load_shard(self.directory / entry["file"], entry)
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
         for parts in self.directory.glob(ALL_PARTS):
@@ -126,7 +132,7 @@ def open_output_folder(
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.lock_folder(directory, flag, shared=only_parts))
         # again, under the lock: another run may have written shards meanwhile
-        folder.manifest = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
+        folder.manifest = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag, verify=not only_parts)
         if not only_parts:
             stack.callback(_remove_if_empty, folder)
             # a killed run leaves these behind
@@ -136,8 +142,13 @@ def open_output_folder(
         yield folder
 
 
-def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, only_parts: bool, flag: str) -> Manifest:
+def _adopt_finished_shards(
+    directory: Path, manifest: Manifest, prefix: str, only_parts: bool, flag: str, verify: bool = False
+) -> Manifest:
     """Returns the manifest with the shards that an earlier run with the same source and settings finished.
+
+    Args:
+        verify: compare their checksums; those of a complete folder are always compared.
 
     Raises:
         UserError: the folder has other shards.
@@ -163,7 +174,7 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
     tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
         return manifest  # without it, the tokens mean nothing
-    shards = _intact_shards(directory, earlier)
+    shards = _intact_shards(directory, earlier, verify or earlier["complete"])
     is_complete = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
     return {**earlier, "shards": shards, "complete": is_complete}
 
@@ -182,14 +193,14 @@ def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
     ]
 
 
-def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
-    """Returns the listed shards that still exist; in a complete folder, their checksums must match, too."""
+def _intact_shards(directory: Path, manifest: Manifest, verify: bool) -> list[ShardEntry]:
+    """Returns the listed shards that still have their lengths and, with `verify`, their checksums."""
     from tqdm import tqdm
 
     intact = []
     for entry in tqdm(manifest["shards"], "checking shards", unit=" shards", leave=False, delay=1, disable=None):
         with contextlib.suppress(UserError):
-            load_shard(directory / entry["file"], entry, verify=bool(manifest["complete"]))
+            load_shard(directory / entry["file"], entry, verify=verify)
             intact.append(entry)
     return intact
 

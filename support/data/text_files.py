@@ -52,22 +52,24 @@ def compression(path: Path) -> str | None:
 def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
     """Returns the paths with a `text_suffix` below a folder, except folders, and the files that are skipped.
 
-    Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Folders of
-    runs and shards, which have a lock file, are in neither list.
+    Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Also skips
+    folders of runs and shards, which have a lock file.
     """
     paths: list[Path] = []
-    hidden: list[Path] = []
+    skipped: list[Path] = []
     visited = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         if os.path.realpath(parent) in visited:  # through a link
             folders.clear()
             continue
         visited.add(os.path.realpath(parent))
-        hidden += [Path(parent, name) for name in (*folders, *names) if name.startswith(".")]
-        folders[:] = [f for f in folders if f[0] != "." and not os.path.exists(os.path.join(parent, f, LOCK))]
-        paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    in_hidden = (file for path in hidden for file in (path, *path.rglob("*")))
-    return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_hidden))
+        hidden = {name for name in (*folders, *names) if name.startswith(".")}
+        hidden |= {name for name in folders if os.path.exists(os.path.join(parent, name, LOCK))}
+        skipped += [Path(parent, name) for name in sorted(hidden)]
+        folders[:] = [name for name in folders if name not in hidden]
+        paths += [Path(parent, name) for name in names if name not in hidden]
+    in_skipped = (file for path in skipped for file in (path, *sorted(path.rglob("*"))))
+    return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_skipped))
 
 
 def has_text_files(folder: Path) -> bool:
@@ -94,19 +96,21 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         UserError: a pattern matches nothing, or a file that is not text.
     """
     unique: dict[str, Path] = {}  # a second copy of a file could become the validation split
-    skipped = set[Path]()
+    skipped: dict[Path, None] = {}  # in order
     for pattern in patterns:
         matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         for match in matches:
-            paths, hidden = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [])
-            skipped.update(hidden)
+            paths, others = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [])
+            skipped.update(dict.fromkeys(others))
             for path in paths:
                 unique.setdefault(os.path.realpath(path), path)
     problems = list(filter(None, map(_problem_of, unique.values())))
-    files = f"{len(skipped)} text file{'s' if len(skipped) > 1 else ''}"
-    note = f"names that begin with a dot are skipped ({files})" if skipped else None
+    note = None
+    if skipped:
+        which = f"{len(skipped)} text files, such as {next(iter(skipped))}" if len(skipped) > 1 else str(*skipped)
+        note = f"skipped {which} (names that begin with a dot, and folders of runs and shards)"
     if not unique:
         where = ": ".join(filter(None, [" ".join(patterns), note]))
         problems.append(f"there is no text in {where}. Give files or folders of {TEXT_TYPES}.")
@@ -311,10 +315,7 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        encoding = _utf16(error.object) or "LATIN1"
-        advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(where)} > NEW"
-        is_plain = text_suffix(Path(where)) in (".txt", ".jsonl") and not compression(Path(where))
-        raise UserError(f"{where} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}") from error
+        raise _not_utf8(Path(where), error.object) from error
     except Exception as error:
         by_pyarrow = type(error).__module__.startswith("pyarrow")
         if not by_pyarrow and not isinstance(error, OSError | EOFError | ValueError):
@@ -323,12 +324,23 @@ def _reading(where: str) -> Iterator[None]:
         raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
 
 
-def _utf16(beginning: bytes) -> str | None:
-    """Returns which UTF-16 a file has, judging by its first two bytes; None for other encodings."""
-    if beginning[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+def _not_utf8(path: Path, content: bytes, where: str | None = None) -> UserError:
+    """Returns the error for a file whose `content` cannot be decoded; `where` is the place in the file, if known."""
+    encoding = _wide_encoding(content) or "LATIN1"
+    advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
+    is_plain = text_suffix(path) in (".txt", ".jsonl") and not compression(path)
+    return UserError(f"{where or path} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}")
+
+
+def _wide_encoding(beginning: bytes) -> str | None:
+    """Returns which UTF-16 or UTF-32 a file is in, judging by its first bytes; None for other encodings."""
+    if beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16"
-    if b"\0" in beginning[:2]:  # the upper half of an ASCII character
-        return "UTF-16BE" if beginning[0] == 0 else "UTF-16LE"
+    at_even, at_odd = (beginning[offset::2].count(0) for offset in (0, 1))
+    if (at_even + at_odd) * 50 > len(beginning):  # the upper halves of ASCII characters, at least of the spaces
+        return "UTF-16BE" if at_even > at_odd else "UTF-16LE"
     return None
 
 
@@ -344,9 +356,9 @@ def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
         else:
             file.seek(start)
             reader = file
-        beginning = b"" if start else reader.peek(2)
-        if _utf16(beginning):  # without a byte order mark, ASCII text in UTF-16 is also UTF-8 with NULs
-            raise UnicodeDecodeError("utf-8", beginning, 0, 2, "it is UTF-16")
+        beginning = b"" if start else reader.peek(4)
+        if _wide_encoding(beginning):  # without a byte order mark, UTF-16 can also be UTF-8 with control characters
+            raise _not_utf8(path, beginning)
         yield reader
 
 
@@ -433,8 +445,8 @@ def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Ite
             if line.strip():
                 try:
                     record = json.loads(line.rstrip())
-                except UnicodeDecodeError:
-                    raise  # see `_reading`
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, line, _line_in_file(path, start, number)) from error
                 except (ValueError, RecursionError) as error:
                     where = _line_in_file(path, start, number)
                     raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error
@@ -466,8 +478,9 @@ def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> I
     """Yields the document in each row of some row groups."""
     with _open_parquet(path) as file:
         columns = file.schema_arrow.names
-        if text_field not in columns:
-            raise UserError(f"{path} has no column {text_field!r}. Choose --text-field from {', '.join(columns)}.")
+        if (count := columns.count(text_field)) != 1:
+            found = f"{count or 'no'} column{'s' * (count > 1)} {text_field!r}"
+            raise UserError(f"{path} has {found}. Choose --text-field from {', '.join(columns)}.")
         rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         text_bytes = sum(row_group_text_bytes(file, text_field)[start:stop])
         first_row, rows_at_once = sum(rows[:start]), max(1, READ_SIZE * sum(rows[start:stop]) // max(1, text_bytes))

@@ -210,6 +210,14 @@ def print_report(
     else:
         tokenizer, vocab_size = presets.tokenizer_name(config), presets.vocab_size_for(config)
         validated_tokens = config.val_tokens
+        if config.is_demo_or_text:
+            train_tokens = presets.train_tokens(presets.text_bytes(config.text, config.text_field), tokenizer)
+            validated_tokens = min(validated_tokens, int(train_tokens / 9))  # a tenth of the text is held out
+            if train_tokens < config.total_batch_size:
+                raise UserError(
+                    f"{config.text} has about {train_tokens:,.0f} tokens to train on, and one step takes "
+                    f"{config.total_batch_size:,}. Use more text, or lower --total-batch-size or --block-size."
+                )
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
     layout = Layout.of(config, devices.DTYPES[dtype], options.gpus, compiled=config.compile is not False)
