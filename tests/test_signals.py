@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
 import pytest
-from helpers import STEP, Rank, finish_run, run_to_the_end, start_run, steps_done, terminate
+from helpers import ROOT, STEP, TINY_FLAGS, Rank, finish_run, run_to_the_end, start_run, steps_done, terminate, wait_for
 from training import assert_same_run, checkpoint_names
 
 from support.checkpoints.directory import newest_checkpoint, step_of
+from support.checkpoints.history import read_starts
 from support.runtime.signals import StopHandler
 
 FORWARD = "train_gpt2.GPT.forward"
@@ -44,25 +48,50 @@ def test_a_signal_interrupts_a_validation(byte_shards, tmp_path, world_size):
 
 
 @pytest.mark.parametrize(
-    "torchrun, numbers, exits",
+    "torchrun, numbers, seconds, exits",
     [
-        (False, [signal.SIGINT], False),
-        (False, [signal.SIGINT, signal.SIGINT], True),
-        (False, [signal.SIGTERM, signal.SIGINT], False),
-        (False, [signal.SIGTERM, signal.SIGINT, signal.SIGINT], True),
-        (True, [signal.SIGINT, signal.SIGINT], False),  # which passes on those that it gets
+        (False, [signal.SIGINT], 2, False),
+        (False, [signal.SIGINT, signal.SIGINT], 2, True),
+        (False, [signal.SIGINT, signal.SIGINT], 1.9, False),
+        (False, [signal.SIGINT, signal.SIGINT, signal.SIGINT], 1, True),
+        (False, [signal.SIGTERM, signal.SIGINT], 2, False),
+        (False, [signal.SIGTERM, signal.SIGINT, signal.SIGINT], 2, True),
+        (True, [signal.SIGINT, signal.SIGINT], 2, False),  # which passes on those that it gets
     ],
 )
-def test_a_second_interrupt_exits_immediately(monkeypatch, torchrun, numbers, exits):
-    exit_codes = []
+def test_a_second_interrupt_exits_immediately(monkeypatch, torchrun, numbers, seconds, exits):
+    exit_codes, now = [], [100.0]
     monkeypatch.setattr(os, "_exit", exit_codes.append)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with StopHandler() as stop:
         for number in numbers:
             assert exit_codes == []
             signal.raise_signal(number)
+            now[0] += seconds
     assert stop.agreed and exit_codes == [130] * exits
+
+
+NOTEBOOK_CELL = """
+from IPython.utils._process_posix import ProcessHandler
+ProcessHandler().system({command!r})
+"""
+
+
+@pytest.mark.slow
+def test_the_stop_button_of_a_notebook_loses_nothing(byte_shards, tmp_path):
+    """IPython sends ^C, and within half a second SIGHUP, SIGINT and SIGKILL, which reach `timeout` instead of the run."""
+    flags = ["--data", byte_shards, "--max-steps", 10**6, "--val-every", 0, "--batch-size", 1, "--out", "run"]
+    words = [sys.executable, ROOT / "train_gpt2.py", *TINY_FLAGS, *flags]
+    command = "timeout --foreground -s TERM 11h " + shlex.join(map(str, words))
+    cell = subprocess.Popen([sys.executable, "-c", NOTEBOOK_CELL.format(command=command)], cwd=tmp_path)
+    log = tmp_path / "run" / "log.txt"
+    assert wait_for(lambda: log.exists() and "\n2 train" in log.read_text())
+    cell.send_signal(signal.SIGINT)
+    cell.wait(60)
+    assert wait_for(lambda: checkpoint_names(tmp_path / "run")) and len(read_starts(tmp_path / "run")) == 1
+    assert wait_for(lambda: "stopped by SIGINT" in (tmp_path / "run" / "starts.jsonl").read_text())
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():

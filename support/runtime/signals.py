@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
@@ -19,6 +20,7 @@ T = TypeVar("T")
 LAUNCHER = os.getppid()  # torchrun, if it started us; when it dies, another process becomes our parent
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # reasons besides signals; the smallest on any rank wins
+ONE_PRESS = 2  # seconds; a notebook's stop button sends SIGINT twice, and `timeout` passes on one that it shares
 
 
 class StopHandler:
@@ -27,8 +29,8 @@ class StopHandler:
     `requested` says that this rank got a signal or failed, `agreed` that every rank knows: only then may a rank leave
     the loop, or the others would wait for it forever. With one process both are the same.
 
-    Inside the `with` block, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT exits immediately. A
-    closed pipe at stdout or stderr counts as a signal, and so does the death of torchrun: otherwise its ranks would
+    Inside the `with` block, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT, ONE_PRESS seconds after the
+    first or later, exits immediately. A closed pipe at stdout or stderr counts as a signal, and so does the death of torchrun: otherwise its ranks would
     keep the folder locked, and a restarted command could not continue.
     """
 
@@ -37,7 +39,7 @@ class StopHandler:
         self.failure: Exception | None = None  # the error for which this rank requested a stop
         self._reason: int | None = None
         self._agreed = False
-        self._interrupted = False
+        self._interrupted: float | None = None  # when the first SIGINT came
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
@@ -101,8 +103,10 @@ class StopHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # torchrun may send a signal twice, and kills processes that do not end.
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        exits = number == signal.SIGINT and self._interrupted and not by_torchrun
-        self._interrupted |= number == signal.SIGINT
+        exits = False
+        if number == signal.SIGINT:
+            self._interrupted = self._interrupted or time.monotonic()
+            exits = time.monotonic() >= self._interrupted + ONE_PRESS and not by_torchrun
         self._reason = self._reason or number
         hint = " (again to exit immediately)" if number == signal.SIGINT and not by_torchrun else ""
         text = "exiting" if exits else f"{signal.Signals(number).name} received: stopping{hint}"
