@@ -128,7 +128,7 @@ if __name__ == "__main__":
     for cell in code_cells(executed):
         for output in cell.outputs:
             if "text" in output:  # as a terminal shows it: what follows the last carriage return of a line
-                output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text.replace("\r\n", "\n"))
+                output.text = re.sub(r"[^\n]*\r(?!\n)|tokenising: .*?tokens/s\]", "", output.text.replace("\r\n", "\n"))
     text = re.sub(r"(\\u001b\[K)", "", nbformat.writes(executed)).replace(str(work), "/home/you")
     NOTEBOOK.write_text(text + "\n", encoding="utf-8")
     server.close()
