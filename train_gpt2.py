@@ -327,7 +327,9 @@ class GPT(nn.Module):
                 x = self.transformer(new, cache) if cached else self.transformer(context)  # (B, T, C)
             logits = self.logits(x[:, -1])  # (B, V): the last position predicts
             if not logits.sum().isfinite():  # tells whether all are finite, in a third of the time
-                raise cli.UserError("the logits are not finite numbers. Use another model or, if this is not fp32, --dtype fp32.")
+                raise cli.UserError(
+                    "the logits are not finite numbers. Use another model or, if this is not fp32, --dtype fp32."
+                )
             probs, ids = next_token_probs(logits, temperature, top_k, top_p)  # (B, K) each
             new = ids.gather(1, torch.multinomial(probs, 1, generator=generator))  # (B, 1)
             context = torch.cat((context, new), dim=1)[:, -self.config.block_size :]

@@ -296,7 +296,8 @@ def _make_parser(
     groups = {title: parser.add_argument_group(title if len(titles) > 1 else "flags") for title in titles}
     for name, flag in flags.items():
         default = f" (default: {_describe_default(name, flag, flags, tables)})"
-        help = flag.help + (" (required)" if flag.required else "" if flag.default is False else default)
+        is_off = flag.default is False and not flag.set_by
+        help = flag.help + (" (required)" if flag.required else "" if is_off else default)
         options: dict[str, Any] = {"help": argparse.SUPPRESS if flag.positional else help.replace("%", "%%")}
         if types[name] is bool:
             is_simple = flag.default is False and not flag.negatable
@@ -330,8 +331,8 @@ def _describe_default(name: str, flag: Flag, flags: Mapping[str, Flag], tables: 
 
 
 def _in_words(value: object) -> str:
-    if value is True:
-        return "on"
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return f"{value:,}" if type(value) is int and value >= 10_000 else str(value)
 
 

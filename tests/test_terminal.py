@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import STEP, Rank, finish_run, start_run
 from runs import log_without_seconds
-from training import ONE_PROCESS, config_of, configure, run_info, trained
+from training import ONE_PROCESS, configure, run_info, trained
 
 from support import terminal
 from support.checkpoints.state import TrainState
@@ -256,19 +256,6 @@ def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout)
     assert f"the last model is worse than {out}/model_00003" in words
     assert ("it has read its data 38 times, and memorizes it" in words) == (passes > 10)
     assert ("Use --dropout 0.2, or more text." in words) == (passes > 10 and not dropout)
-
-
-@pytest.mark.parametrize("step, minutes, told", [(1075, 2, True), (1085, 2, False), (2690, 5, True), (2710, 5, False)])
-def test_a_demo_on_a_busy_machine_says_that_a_free_one_takes_more_steps(tmp_path, capsys, step, minutes, told):
-    """By hand: nine tenths of 1,200 steps of 2,048 tokens in two minutes, or of 3,000 in five, are 1,080 or 2,700."""
-    for of_demo, expected in ((dict(minutes=minutes), told), (dict(minutes=None), False)):
-        config = replace(config_of("--out", tmp_path), demo=True, **of_demo)
-        run = replace(run_info(), config=replace(config, total_batch_size=2048), schedule=Schedule(config))
-        run.__dict__["bytes_per_token"] = 1.0
-        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), 1.0, {step: 4.0}, None, [])
-        out = " ".join(capsys.readouterr().out.split())
-        note = f"this run took {step:,} of 2,048, so its loss is higher: docs/normal.md has examples"
-        assert (note in out) == expected
 
 
 @pytest.mark.parametrize("term, no_color, is_styled", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])

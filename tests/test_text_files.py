@@ -224,9 +224,10 @@ def test_which_files_of_a_folder_are_text(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "linked" / "loop").symlink_to(tmp_path)
-    found, skipped = text_files.find_text_files(tmp_path)
+    found, skipped, other = text_files.find_text_files(tmp_path)
     assert skipped == [tmp_path / "run/log.txt", tmp_path / "run/model_1/x.txt"]
     assert [str(path.relative_to(tmp_path)) for path in found] == names
+    assert [str(path.relative_to(tmp_path)) for path in other] == ["deep/noext", "x.csv", "x.gz", "x.parquet.gz"]
     assert [text_files.text_suffix(path) for path in found] == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl", ".txt"]
 
 
@@ -242,9 +243,12 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
     said = list[str]()
     assert find_input(["t", "t/d"], said.append) == find_input(["t/**/*.*[!v]"]) == visible
     why = "(names that begin with a dot, and folders of runs and shards)"
-    assert said == [f"skipped 4 text files, such as t/._b.txt {why}"]
+    assert said == [
+        f"skipped 4 files, such as t/._b.txt {why}",
+        "skipped t/linked/x.csv (not .txt, .jsonl or .parquet)",
+    ]
     assert find_input([*hidden, "t/.cache"], said.append) == [Path(name) for name in hidden]
-    assert len(said) == 1
+    assert said[2:] == ["skipped t/.cache/x.csv (not .txt, .jsonl or .parquet)"]
     Path("only").mkdir()
     Path("only/.a.txt").write_text("a")
     with pytest.raises(UserError, match=rf"no text in only: skipped only/.a.txt {re.escape(why)}\. Give"):

@@ -192,8 +192,6 @@ def print_summary(
         elapsed += f" of {format_duration(60 * config.minutes - earlier)}"
     done = f"{pluralize(step, 'step')}, {state.tokens:,} tokens; {elapsed} elapsed{since}"
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
-    if config.demo and (note := presets.fewer_steps_note(config.minutes, step, config.total_batch_size)):
-        lines.append(labelled("note", note))
     for at, name in {step: "last", argmin_loss(val): "best"}.items():  # one line if they are the same
         if at is not None and at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"

@@ -49,8 +49,8 @@ def compression(path: Path) -> str | None:
     return COMPRESSION_CODECS.get(path.suffix.lower())
 
 
-def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
-    """Returns the paths with a `text_suffix` below a folder, except folders, and the files that are skipped.
+def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Returns the paths with a `text_suffix` below a folder, except folders, those that are skipped, and all other files.
 
     Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Also skips
     folders of runs and shards, which have a lock file.
@@ -69,7 +69,8 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         folders[:] = [name for name in folders if name not in hidden]
         paths += [Path(parent, name) for name in names if name not in hidden]
     in_skipped = (file for path in skipped for file in (path, *sorted(path.rglob("*"))))
-    return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_skipped))
+    others = sorted(itertools.filterfalse(text_suffix, paths))
+    return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_skipped)), others
 
 
 def has_text_files(folder: Path) -> bool:
@@ -90,35 +91,44 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
     """Returns the text files that the given files, folders and patterns name, in that order and without duplicates.
 
     Args:
-        report: is told if files in folders were skipped, see `find_text_files`.
+        report: is told which files in folders were skipped, see `find_text_files`.
 
     Raises:
         UserError: a pattern matches nothing, or a file that is not text.
     """
     unique: dict[str, Path] = {}  # a second copy of a file could become the validation split
     skipped: dict[Path, None] = {}  # in order
+    others: dict[Path, None] = {}
     for pattern in patterns:
         matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         for match in matches:
-            paths, others = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [])
-            skipped.update(dict.fromkeys(others))
-            for path in paths:
+            found = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [], [])
+            skipped.update(dict.fromkeys(found[1]))
+            others.update(dict.fromkeys(found[2]))
+            for path in found[0]:
                 unique.setdefault(os.path.realpath(path), path)
     problems = list(filter(None, map(_problem_of, unique.values())))
-    note = None
+    notes = []
     if skipped:
-        which = f"{len(skipped)} text files, such as {next(iter(skipped))}" if len(skipped) > 1 else str(*skipped)
-        note = f"skipped {which} (names that begin with a dot, and folders of runs and shards)"
+        notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and folders of runs and shards)")
+    if others:
+        notes.append(f"skipped {_count(others)} (not .txt, .jsonl or .parquet)")
     if not unique:
-        where = ": ".join(filter(None, [" ".join(patterns), note]))
+        where = ": ".join([" ".join(patterns), *notes])
         problems.append(f"there is no text in {where}. Give files or folders of {TEXT_TYPES}.")
     if problems:
         raise UserError(*problems)
-    if note and report:
-        report(note)
+    if report:
+        for note in notes:
+            report(note)
     return list(unique.values())
+
+
+def _count(paths: Iterable[Path]) -> str:
+    first, *more = paths
+    return f"{1 + len(more):,} files, such as {first}" if more else str(first)
 
 
 def _problem_of(path: Path) -> str | None:

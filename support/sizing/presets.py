@@ -25,7 +25,7 @@ from support.runtime.memory import block_weights
 
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
 DEMO_TEXT_BYTES, DEMO_MINUTES = 1e7, 2.0
-DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
+DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # nearly a pass over the text
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32,
     recipe="fast", total_batch_size=DEMO_STEP_SIZE, max_steps=DEMO_STEPS, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
@@ -109,18 +109,6 @@ def demo_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str,
         length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # a run saves before its cooldown and at its end
     flags = DEMO | fast_rates(recipe, DEMO_STEP_SIZE, above, passes) | length
     return {name: value for name, value in flags.items() if not ("model" in above and name in MODEL_FLAGS)}
-
-
-def fewer_steps_note(minutes: float | None, steps: int, step_tokens: int) -> str | None:
-    """Returns how many steps the demo takes on a free machine, if this one's timed demo took clearly fewer; else None."""
-    usual = DEMO_STEPS * DEMO_STEP_SIZE * (minutes or 0.0) / DEMO_MINUTES
-    if steps * step_tokens >= 0.9 * usual:
-        return None
-    return (
-        f"on two free cores with bf16, the demo takes about {DEMO_STEPS:,} steps of {DEMO_STEP_SIZE:,} tokens in "
-        f"{DEMO_MINUTES:g} minutes; this run took {steps:,} of {step_tokens:,}, so its loss is higher: "
-        "docs/normal.md has examples"
-    )
 
 
 def train_tokens(size: float, tokenizer: str) -> float:
