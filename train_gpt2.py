@@ -87,7 +87,7 @@ from support.sizing import budget, plan
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a model. A new field needs a flag of the same name in support/config.py: docs/change-it.md has an example.
+    """The shape of a model. A new field needs a flag of the same name in support/config.py: docs/code.md has an example.
 
     Checkpoints then keep it, and sample.py, hellaswag.py and a resumed run have it. If it makes training different from
     evaluation, `differs_in_training` has to say so.

@@ -74,7 +74,7 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
             return
         scale = SCALES[trial.scale]
         warmup_steps = round(trial.steps * (scale.adamw_warmup if trial.recipe == "gpt2" else 0.03))
-        # docs/recipes.md was measured with this weight decay
+        # docs/measurements/recipes.md was measured with this weight decay
         rates = (
             {"max_lr": trial.rate}
             if trial.rate

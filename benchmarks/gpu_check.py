@@ -12,7 +12,7 @@
 | d | larger sizes, the loss alone | 200 for gpt2-xl, 173 of them to compile 48 layers; 90 for the loss; 60 for smaller cards; 45 to 120 for each larger size, if there is time |
 
 Each check runs in its own process. It prints its figures as they come, and ends with a line that says ok, FAILED or
-skipped, and why. At the end, a table has the figures for docs/performance.md. The exit code is 1 if a check failed.
+skipped, and why. At the end, a table has the figures for docs/measurements/performance.md. The exit code is 1 if a check failed.
 --keep DIR keeps the checks' output and the figures. Stage a needs pytest.
 """
 

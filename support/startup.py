@@ -10,7 +10,7 @@ import time
 STARTED = time.perf_counter()  # when this process started: the scripts import this module first
 # A thread that waits for the others at an OpenMP barrier spins for 300,000 rounds by default. If another program has
 # taken their core, that takes milliseconds, hundreds of times per step. After 3,000 rounds, the thread sleeps: a small
-# model is almost as fast on a free machine, and many times as fast on a busy one (docs/performance.md). OpenMP libraries
+# model is almost as fast on a free machine, and many times as fast on a busy one (docs/measurements/performance.md). OpenMP libraries
 # other than GCC's ignore the setting.
 SPIN_COUNT = "3000"
 OLDEST_TORCH = (2, 11)

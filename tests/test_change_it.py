@@ -1,4 +1,4 @@
-"""docs/change-it.md: each of its changes, in a copy of the project, trains, resumes, saves and samples; the model's scores."""
+"""docs/code.md: each of its changes, in a copy of the project, trains, resumes, saves and samples; the model's scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training import trained
 from support.console.log import read_log
 
 pytestmark = [pytest.mark.slow, needs_gpt2_vocabulary]  # HellaSwag is scored on GPT-2's tokens
-DIFFS = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change-it.md").read_text(), re.M | re.S)
+DIFFS = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "code.md").read_text(), re.M | re.S)
 MODEL, LOSS, OPTIMIZER, SCHEDULE = DIFFS
 FLAGS = {
     "norm": ["--norm", "rmsnorm"],

@@ -26,7 +26,12 @@ from support.sizing.plan import split_flags
 
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "measurements").glob("*.md")),
+]
 PLACEHOLDERS = {"RATE": "1e-3", "BEST": "1e-3", "N": "9000", "M": "5", "NAME": "gpt2", "GPU": "H100"}
 
 
@@ -56,7 +61,7 @@ def commands_of(page: Path) -> list[str]:
     for block in fenced(page, "sh"):
         if not block.startswith("#!"):
             lines += block.replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+#.*", "", command).strip() for line in lines if line for command in line.split(" && ")]
+    return [re.sub(r"\s+#.*", "", command).strip() for line in lines if line and line[0] != "#" for command in line.split(" && ")]
 
 
 def inline_commands(page: Path) -> list[str]:
@@ -90,7 +95,7 @@ def parse_with_script(script: str, args: list[str], world_size: int = 1) -> None
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
 def test_a_command_is_parsed_by_its_script(page, command, monkeypatch, tmp_path):
-    if page == "use-elsewhere.md" and "benchmarks/" not in command:  # another tool's
+    if page == "use-a-model.md" and not re.match(r"python (\w+|benchmarks/\w+)\.py", command):  # another tool's
         return
     monkeypatch.chdir(tmp_path)
     words = split_command(re.sub(r"^timeout -s TERM \d+h ", "", command))
@@ -112,7 +117,7 @@ def test_flags_in_the_text_exist(capsys):
     others = (
         "nnodes node_rank nproc_per_node master_addr master_port standalone max-restarts rdzv-backend"  # torchrun's
     )
-    others += " no-project with-requirements logdir local-dir exclude pid"
+    others += " no-project with-requirements index-url logdir local-dir exclude pid"
     known = {f"--{name}" for name in others.split()}
     for script in (train_gpt2, *SCRIPTS.values()):
         with pytest.raises(SystemExit):
@@ -120,7 +125,7 @@ def test_flags_in_the_text_exist(capsys):
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", capsys.readouterr().out))
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= flags_of_benchmark(script)
-    for diff in fenced(ROOT / "docs" / "change-it.md", "diff"):  # what the page adds
+    for diff in fenced(ROOT / "docs" / "code.md", "diff"):  # what the page adds
         known |= {f"--{name}".replace("_", "-") for name in re.findall(r"^\+ +(\w+): .* = [A-Z]+\(", diff, re.M)}
     for page in PAGES:
         if page.name != "comparison.md":  # other projects' flags
@@ -143,7 +148,7 @@ def test_links_and_named_files_exist():
             assert not anchor or link.startswith("http") or anchor in anchors(target), f"{page.name}: {link}"
         named = re.findall(r"(?<![\w./-])(?:benchmarks|docs|support|tests)/[\w./]*\w\.\w+", page.read_text())
         assert [file for file in named if not (ROOT / file).exists()] == [], page
-    for file in re.findall(r"^\| `([\w.]+\.\w+)`", (ROOT / "docs" / "architecture.md").read_text(), re.M):
+    for file in re.findall(r"^\| `([\w.]+\.\w+)`", (ROOT / "docs" / "code.md").read_text(), re.M):
         assert (ROOT / file).exists(), file
     linked = set(re.findall(r"\[docs/([\w.-]+)\]", README.read_text()))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= linked
@@ -191,7 +196,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code():
 
 def test_the_changes_still_apply():
     """A slow test trains with them."""
-    for diff in fenced(ROOT / "docs" / "change-it.md", "diff"):
+    for diff in fenced(ROOT / "docs" / "code.md", "diff"):
         subprocess.run(["git", "apply", "--check", "-"], input=diff, cwd=ROOT, text=True, check=True)
 
 

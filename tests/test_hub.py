@@ -231,17 +231,15 @@ def test_ready_made_shards_are_downloaded_and_checked_as_the_docs_say(server, tm
         "edufineweb_val_000000.npy": npy([50256, 5, 50256]),
         "edufineweb_train_000001.npy": npy(range(50000, 50257)),
     }
-    for page in ("README.md", "docs/data.md"):
-        text = (ROOT / page).read_text()
-        download, check = re.search(r"^(hf download .*)\n(python fineweb\.py --check .*)$", text, re.M).groups()
-        words = download.split("  ")[0].replace("NAME", "someone/shards").split()
-        environment = environment_of(server, tmp_path / "home")
-        subprocess.run([Path(sys.executable).with_name("hf"), *words[1:]], env=environment, check=True)
-        folder = check.split()[3]
+    text = (ROOT / "docs" / "data.md").read_text()
+    download, check = re.search(r"^(hf download .*)\n(python fineweb\.py --check .*)$", text, re.M).groups()
+    words = download.split("  ")[0].replace("NAME", "someone/shards").split()
+    environment = environment_of(server, tmp_path / "home")
+    subprocess.run([Path(sys.executable).with_name("hf"), *words[1:]], env=environment, check=True)
+    folder = check.split()[3]
+    fineweb.main(["--check", folder])
+    assert "2 shards, 260 tokens (gpt2), well-formed; there is no manifest to compare" in capsys.readouterr().out
+    train = Path(folder, "edufineweb_train_000001.npy")
+    np.save(train, np.array([50257], np.uint16))
+    with pytest.raises(UserError, match="has the id 50257"):
         fineweb.main(["--check", folder])
-        assert "2 shards, 260 tokens (gpt2), well-formed; there is no manifest to compare" in capsys.readouterr().out
-        train = Path(folder, "edufineweb_train_000001.npy")
-        np.save(train, np.array([50257], np.uint16))
-        with pytest.raises(UserError, match="has the id 50257"):
-            fineweb.main(["--check", folder])
-        shutil.rmtree(folder)

@@ -145,7 +145,7 @@ class ConfigWithOption(GPTConfig):
 
 
 def test_an_option_that_gpt2_lacks_is_in_the_file_and_must_be_known(tiny_model, tmp_path):
-    """What the model computes is not GPT-2's: docs/change-it.md has an example, and its test the refusals."""
+    """What the model computes is not GPT-2's: docs/code.md has an example, and its test the refusals."""
     sizes = dataclasses.asdict(tiny_model.config)
     for window in (0, 8):
         tiny_model.config = ConfigWithOption(**sizes, window=window)

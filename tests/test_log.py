@@ -105,8 +105,8 @@ train_gpt2.main(["--resume", "--out", "fork"])
 
 @pytest.mark.slow
 def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
-    """Both examples of docs/architecture.md, in a copy of the project."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    """Both examples of docs/code.md, in a copy of the project."""
+    page = (ROOT / "docs" / "code.md").read_text()
     scale = re.search(r"gradient scale, for example, is\s+`(.+?)`", page)[1]
     field, value, norm = re.search(
         r"for example, `(.+?)` is one more.+?`(embedding_norm=.+?)`.+?and\s+`(.+?)` the entry", page, re.S

@@ -15,7 +15,7 @@ from support.checkpoints.directory import newest_checkpoint, step_of
 
 
 def start_node(n, folder, port, flags):
-    """One of two nodes, as docs/cluster.md says; it works in the folder `n`, and prints there."""
+    """One of two nodes, as docs/many-gpus.md says; it works in the folder `n`, and prints there."""
     (folder / str(n)).mkdir(exist_ok=True)
     options = (
         f"--nnodes=2 --nproc-per-node=1 --node-rank={n} --master-addr=localhost --master-port={port} --max-restarts=2"
@@ -56,8 +56,8 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_path, stopped):
-    """The script in docs/cluster.md; its programs append their arguments to `calls.txt`, and do what they are told to."""
-    page = (ROOT / "docs" / "cluster.md").read_text().split("## Slurm\n")[1]
+    """The script in docs/many-gpus.md; its programs append their arguments to `calls.txt`, and do what they are told to."""
+    page = (ROOT / "docs" / "many-gpus.md").read_text().split("### Slurm\n")[1]
     (tmp_path / "train.sbatch").write_text(re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)[1])
     line = "step   120 | stopped. The newest checkpoint is log/model_00120" if stopped else "error: no shards."
     (tmp_path / "train.out").write_text("step   100 | stopped. The newest checkpoint belongs to an earlier start\n")

@@ -27,7 +27,7 @@ _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,
 def fitting_vocab_size(chars: float) -> int:
     """Returns a vocabulary size, a power of two, that suits a text of `chars` characters.
 
-    With a larger vocabulary, rare tokens would hardly be trained (measured, see docs/small-models.md).
+    With a larger vocabulary, rare tokens would hardly be trained (measured, see docs/measurements/small-models.md).
     """
     exponent = round(math.log2(max(1.0, chars / CHARS_PER_TOKEN_OF_VOCABULARY)))
     return min(max(2**exponent, 512), MAX_VOCAB_SIZE // 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from support.data.text_files import Documents
 
-DEMO_VOCAB_SIZE = 4096  # of an encoding trained on it: docs/small-models.md, "The demo's text"
+DEMO_VOCAB_SIZE = 4096  # of an encoding trained on it: docs/measurements/small-models.md, "The demo's text"
 PACKAGES = ("datasets", "matplotlib", "numpy", "peft", "tensorboard", "torch")
 # Tests have no prose, and not every Python has the others.
 SKIPPED = set("_vendor distutils ensurepip idlelib lib2to3 test testing tests turtledemo".split())

@@ -1,4 +1,4 @@
-"""Attention and dropout: PyTorch's, with other steps on a CPU where PyTorch's are slow (docs/performance.md)."""
+"""Attention and dropout: PyTorch's, with other steps on a CPU where PyTorch's are slow (docs/measurements/performance.md)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-# On a CPU, chunks of 512 rows make the best use of the caches, whatever the vocabulary (docs/performance.md). A GPU is
+# On a CPU, chunks of 512 rows make the best use of the caches, whatever the vocabulary (docs/measurements/performance.md). A GPU is
 # fastest with few, large matrix products, so its chunk size follows from its total memory, which stays the same when a
 # run is resumed.
 CPU_CHUNK_ROWS = 512

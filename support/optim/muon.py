@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that a few steps raise small singular values
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = 0.95
-SCALE = 11.0  # lets AdamW and Muon share one learning rate (measured, see docs/recipes.md)
+SCALE = 11.0  # lets AdamW and Muon share one learning rate (measured, see docs/measurements/recipes.md)
 MAX_BATCH_NUMEL = 2**26  # elements that a rank orthogonalizes at once, to limit memory
 
 

@@ -1,7 +1,7 @@
 """CUDA graphs, for models whose kernels take less time than the host needs to launch them one by one.
 
 A step of a small model is hundreds of such kernels. Recorded as a graph, they are launched all at once, and the step
-computes the same in a fraction of the time (docs/performance.md). What Python decides in a step is decided once, when the
+computes the same in a fraction of the time (docs/measurements/performance.md). What Python decides in a step is decided once, when the
 step is recorded: a step that must decide again each time needs --no-cuda-graphs.
 """
 

@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 # PyTorch's own variables: for all errors, and to make the traceback of a CUDA error meaningful
 SHOWS_TRACEBACKS = ("TORCH_SHOW_CPP_STACKTRACES", "CUDA_LAUNCH_BLOCKING")
 CUDA_ERRORS = "CUDA (driver )?error|cuDNN error|Triton Error"  # how the messages of CUDA and its libraries begin
-# What a CPU's core reaches in training GPT-2 124M, roughly: measured with AVX-512, see docs/performance.md; fp16 was not.
+# What a CPU's core reaches in training GPT-2 124M, roughly: measured with AVX-512, see docs/measurements/performance.md; fp16 was not.
 CPU_CORE_FLOPS = {"fp32": 6e10, "bf16": 1.6e11, "fp16": 6e10}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -42,7 +42,7 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
+# docs/measurements/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
 BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
@@ -124,12 +124,12 @@ def bytes_per_token(size: float, tokenizer: str) -> float:
 
 
 def dropout_for(passes: float) -> float:
-    """Returns the dropout that suits so many passes over a text; measured, see docs/small-models.md."""
+    """Returns the dropout that suits so many passes over a text; measured, see docs/measurements/small-models.md."""
     return round(float(np.interp(passes, (MAX_PASSES, 20), (0, MOST_DROPOUT))), 2)
 
 
 def weight_decay_factor(passes: float) -> float:
-    """Returns how many times as high the weight decay is as for one pass over a text; measured, see docs/small-models.md.
+    """Returns how many times as high the weight decay is as for one pass over a text; measured, see docs/measurements/small-models.md.
 
     More of it keeps a model from memorizing the text, until dropout does.
     """
@@ -137,7 +137,7 @@ def weight_decay_factor(passes: float) -> float:
 
 
 def most_passes(dropout: float) -> int:
-    """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
+    """Returns how many passes over a text lower the validation loss; measured, see docs/measurements/small-models.md."""
     return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
@@ -198,7 +198,7 @@ def step_size(total_tokens: float, steps: int = 2000) -> int:
 def timed_step_size(total_tokens: float) -> int:
     """Returns the tokens per step of a run that ends with its time: as `step_size`, but 2,048 if that leaves 1,000 steps.
 
-    32 rows are faster per token than 16, so the run trains on more tokens (measured, see docs/small-models.md).
+    32 rows are faster per token than 16, so the run trains on more tokens (measured, see docs/measurements/small-models.md).
     """
     return max(step_size(total_tokens), min(2048, step_size(total_tokens, 1000)))
 
@@ -210,7 +210,7 @@ def fast_rates(
 
     Below 16,384 tokens per step, Muon's rate grows with the square root of the step size. A step shrinks the weights by
     the product of rate and weight decay, which stays the same, but is higher for a text that is read many times.
-    docs/small-models.md has the measurements. If --max-lr is given, or weights are pretrained, AdamW uses Muon's rate.
+    docs/measurements/small-models.md has the measurements. If --max-lr is given, or weights are pretrained, AdamW uses Muon's rate.
 
     Args:
         recipe, above: as in `text_flags`.
@@ -276,7 +276,7 @@ def vocab_size_for(config: TrainConfig) -> int:
 def largest_vocab_size(config: TrainConfig) -> int:
     """Returns the largest vocabulary for a model: a power of two with which its embedding is no larger than its blocks.
 
-    With a larger one, a step spends most of its time on the logits (measured, see docs/small-models.md).
+    With a larger one, a step spends most of its time on the logits (measured, see docs/measurements/small-models.md).
     """
     return max(512, 2 ** int(math.log2(block_weights(config.n_layer, config.n_embd) / config.n_embd)))
 
