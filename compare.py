@@ -127,7 +127,7 @@ def draw(make: Callable[[], Figure], path: Path) -> None:
         UserError: it cannot be drawn or written.
     """
     try:
-        save(make(), path)
+        save(make(), path, unique=True)
     except Exception as error:  # matplotlib raises many kinds
         raise UserError(f"cannot draw {path} ({error}). Check the disk, and matplotlib's settings.") from error
 

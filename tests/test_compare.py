@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -97,6 +98,39 @@ def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
     lines = [line.split() for line in compared(tmp_path, capsys, without, one)[-2:]]
     assert lines[0][5:] == ["-", "-", "-"] and lines[1][5:] == ["4.0000", "4.0000", "1"]
     assert compared(tmp_path, capsys, without)[-2].split() == ["run", "params", "steps", "tokens", "hours"]
+
+
+def test_a_fork_without_a_value_of_its_own_is_compared(tmp_path, capsys):
+    """Its log has its parent's values alone, on other data."""
+    fork = write_run(tmp_path / "fork", [5.0, 4.0], {2: 4.5}, comparable={"train": "a", "val": "a"})
+    line = json.loads((fork / "starts.jsonl").read_text()) | {
+        "run": "b", "first_step": 2, "comparable": {"train": "b", "val": "b"}
+    }  # fmt: skip
+    with open(fork / "starts.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert compared(tmp_path, capsys, fork)[-1].split()[0] == "fork"
+
+
+def test_a_line_with_a_huge_step_takes_no_time(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [5.0, 4.0], {2: 4.5})
+    with open(run / "log.txt", "a") as file:
+        file.write("999999999999 seconds 36\n")
+    row = compared(tmp_path, capsys, run, "--x", "hours")[-1].split()
+    assert row[2] == "1,000,000,000,000" and row[4] == "0.030"  # three steps of 36 s
+
+
+def test_two_may_write_the_same_picture_at_once(tmp_path):
+    class Figure:
+        drawn = 0
+
+        def savefig(self, path, format):
+            path.write_bytes(PNG)
+            Figure.drawn += 1
+            if Figure.drawn == 1:  # another one begins and ends meanwhile
+                compare.draw(Figure, tmp_path / "picture.png")
+
+    compare.draw(Figure, tmp_path / "picture.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
 def test_a_loss_that_is_not_the_last_steps_says_so(tmp_path, capsys):

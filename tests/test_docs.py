@@ -61,7 +61,12 @@ def commands_of(page: Path) -> list[str]:
     for block in fenced(page, "sh"):
         if not block.startswith("#!"):
             lines += block.replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+#.*", "", command).strip() for line in lines if line and line[0] != "#" for command in line.split(" && ")]
+    return [
+        re.sub(r"\s+#.*", "", command).strip()
+        for line in lines
+        if line and line[0] != "#"
+        for command in line.split(" && ")
+    ]
 
 
 def inline_commands(page: Path) -> list[str]:

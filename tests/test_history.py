@@ -81,7 +81,8 @@ def test_each_start_appends_a_line_and_changes_none(byte_shards, tmp_path, monke
     assert after["flags"] == before["flags"] | changed and after["data"] == before["data"]
 
 
-START = {"run": "a", "command": ["x"], "flags": {}, "data": {}, "comparable": {}}
+DATA = {"source": "x", "val": [], "tokenizer": "gpt2", "bytes_per_token": 4.5}
+START = {"run": "a", "command": ["x"], "flags": {}, "data": DATA, "comparable": {}}
 START |= {"parameters": 1, "tokens_per_step": 1, "first_step": 0, "first_tokens": 0}
 
 
@@ -103,7 +104,7 @@ def test_a_set_of_shards_is_listed_once(tmp_path):
     shards = [[f"x_train_{i:06d}.npy", 10**8, f"{i:064x}"] for i in range(1000)]
     others = [[name, tokens - 1, checksum] for name, tokens, checksum in shards]
     starts = [
-        START | {"first_step": step, "data": {"train": train, "val": shards[:1], "source": "x"}}
+        START | {"first_step": step, "data": DATA | {"train": train, "val": shards[:1]}}
         for step, train in enumerate((shards, shards, others, shards))
     ]
     path = tmp_path / "starts.jsonl"
@@ -160,13 +161,14 @@ def test_a_start_at_the_step_of_an_earlier_one_replaces_it():
     assert [start["run"] for start in starts_in_log(starts)] == ["b", "d"]
 
 
-NO_STEP = START | {"first_step": {}}
+NO_STEP, NO_DATA = START | {"first_step": {}}, START | {"data": {"val": [], "tokenizer": "gpt2"}}
 
 
 @pytest.mark.parametrize(
     "line",
-    ["3", "{}", "[" * 10_000, '{"command": "x"}', "\ud800".encode("utf-8", "replace").decode(), json.dumps(NO_STEP)],
-)
+    ["3", "{}", "[" * 10_000, '{"command": "x"}', "\ud800".encode("utf-8", "replace").decode(), json.dumps(NO_STEP),
+     json.dumps(NO_DATA)],
+)  # fmt: skip
 def test_a_damaged_line_is_left_out(tmp_path, line):
     append_lines(tmp_path, START)
     with open(tmp_path / "starts.jsonl", "a") as file:

@@ -200,7 +200,9 @@ def test_a_bias_that_is_not_zero_is_not_dropped(tiny_model, tmp_path):
     tiny_model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"bias": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="transformer.h.0.mlp.c_fc.bias, which GPT-2 does not have"):
+    with pytest.raises(
+        UserError, match="transformer.h.0.mlp.c_fc.bias, which a GPT-2 with this config.json does not have"
+    ):
         GPT.from_pretrained(tmp_path)
 
 

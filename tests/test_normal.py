@@ -154,6 +154,9 @@ def test_a_loss_that_is_lost_is_not_normal():
     verdict = normal.judge(log)
     assert verdict.cause is None and "not finite from step 2,500 on" in str(verdict)
     assert "from step 0 on" in str(normal.judge({"train": {0: float("nan")}}))
+    validated = make_log(cut=3000)
+    validated["val"] |= {step: float("nan") for step in validated["val"] if step >= 2000}
+    assert "(validation loss is not finite from step 2,000 on)" in str(normal.judge(validated))
     log["train"][2999] = 3.5  # a few skipped steps
     assert normal.judge(log).is_normal
 
@@ -270,7 +273,7 @@ def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags:
     recipe = config_with().used_flags() | {"tokenizer": "gpt2"}
     start = {
         "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124439808,
-        "flags": recipe | flags, "data": {"source": source, "val": [], "tokenizer": "gpt2"}, "comparable": {"val": "x"},
+        "flags": recipe | flags, "data": {"source": source, "val": [], "tokenizer": "gpt2", "bytes_per_token": 4.5}, "comparable": {"val": "x"},
         "hellaswag_items": 10042,
     }  # fmt: skip
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")

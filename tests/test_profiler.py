@@ -38,6 +38,14 @@ def test_profile_records_the_steps_it_says(byte_shards, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps, warns", [(2, True), (3, False)])
+def test_a_run_that_ends_before_the_first_recorded_step_says_so(byte_shards, tmp_path, capsys, steps, warns):
+    trained(tmp_path, "--data", byte_shards, "--max-steps", steps, "--profile", 5)
+    warning = "the run ended before the first recorded step of --profile, its number 4."
+    assert (warning in capsys.readouterr().err) == warns and (tmp_path / "trace.json.gz").exists() != warns
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 99])  # the trace is written after the step, or at the end of the run
 def test_a_trace_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, capsys, steps):
     (tmp_path / "trace.json.gz").mkdir(parents=True)

@@ -41,6 +41,7 @@ REQUIRED = {
     "run": str, "first_step": int, "first_tokens": int, "tokens_per_step": int, "flags": dict, "data": dict,
     "comparable": dict, "parameters": int,
 }  # fmt: skip
+REQUIRED_DATA = {"source", "val", "tokenizer", "bytes_per_token"}
 SPLITS = ("train", "val")  # fields of a start's data: lists of shards
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,7 +132,8 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
             content = json.loads(line)
             if not isinstance(content, dict):
                 continue
-            if all(type(content.get(name)) is kind for name, kind in REQUIRED.items()):
+            has_all = all(type(content.get(name)) is kind for name, kind in REQUIRED.items())
+            if has_all and content["data"].keys() >= REQUIRED_DATA:
                 data = content["data"]
                 for split in SPLITS:  # earlier versions had the list itself
                     if type(key := data.get(split)) is str:

@@ -259,7 +259,11 @@ def _check_weights(
     ties = expected[head] is expected[embedding]
     if ties and embedding in named:
         named.setdefault(head, named[embedding])
-    problems = [f"the weights contain {key}, which GPT-2 does not have." for key in named if key not in expected]
+    problems = [
+        f"the weights contain {key}, which a GPT-2 with this {CONFIG} does not have."
+        for key in named
+        if key not in expected
+    ]
     for key, parameter in expected.items():
         shape = (vocab_size, *parameter.shape[1:]) if key in (head, embedding) else tuple(parameter.shape)
         if key not in named:
@@ -270,7 +274,7 @@ def _check_weights(
     if not problems and ties and not torch.equal(named[head], named[embedding]):
         problems.append(f"{head} differs from {embedding}, but this model ties them.")
     if problems:
-        raise UserError(*problems)
+        raise UserError(*problems).with_hint("Use another checkpoint.")
     return named
 
 

@@ -107,8 +107,8 @@ class Run:
             i = np.maximum(np.searchsorted(first_steps, x, side="right") - 1, 0)
             return first_tokens[i] + (x - first_steps[i]) * sizes[i].astype(float)
         if axis == "hours":
-            ends = np.cumsum([0.0, *(self.seconds.get(step, 0.0) for step in range(self.steps))])
-            return ends[np.minimum(x, self.steps)] / 3600
+            ends = np.cumsum([0.0, *(self.seconds[step] for step in sorted(self.seconds))])
+            return ends[np.searchsorted(sorted(self.seconds), x)] / 3600
         return x
 
 
@@ -196,7 +196,9 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, scale) for name in ("train", "val"))
         losses.append(((x, smooth(y)), val, other_train, other_val))
         curves += losses[-1][:2]
-    end = max(x.max() for x, _ in curves if len(x))
+    # a fork may have no value of its own yet, only its parent's
+    others = [curve for *_, train, val in losses for curve in (train, val)]
+    end = max([x.max() for x, _ in curves if len(x)] or [x.max() for x, _ in others if len(x)])
     whole, last = figure.subplots(1, 2, width_ratios=[3, 2])
     for axes, start in (whole, 0.0), (last, end * 2 / 3):
         lines = []
@@ -253,10 +255,10 @@ def compares_per_byte(runs: Sequence[Run]) -> bool:
     return len(set(tokenizers)) > 1 or "bpe" in tokenizers and len({run.bytes_per_token for run in runs}) > 1
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes a picture as a PNG, atomically."""
+def save(figure: Figure, path: Path, unique: bool = False) -> None:
+    """Writes a picture as a PNG, atomically. Use `unique` if several processes may write it at once."""
     # warnings about characters that the font lacks
-    with atomic_write(path) as tmp, warnings.catch_warnings(action="ignore"):
+    with atomic_write(path, unique) as tmp, warnings.catch_warnings(action="ignore"):
         figure.savefig(tmp, format="png")
 
 

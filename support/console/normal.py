@@ -317,7 +317,7 @@ class Verdict:
     Attributes:
         points: by name, at the steps of the band.
         outside: those that are further outside the band than noise explains.
-        lost_from: the step from which on the training loss is not finite, or None.
+        lost_from: by name, the step from which on a value is not finite.
         cause: what usually causes it; None if the run is normal, or if not exactly one signature fits.
         possible: without a cause, what a longer log may show to be it.
     """
@@ -325,13 +325,13 @@ class Verdict:
     points: Mapping[str, Sequence[Point]]
     outside: Sequence[Point]
     jump: Jump | None
-    lost_from: int | None
+    lost_from: Mapping[str, int]
     cause: str | None
     possible: Sequence[str]
 
     @property
     def is_normal(self) -> bool:
-        return not self.outside and self.jump is None and self.lost_from is None
+        return not self.outside and self.jump is None and not self.lost_from
 
     @property
     def last_step(self) -> int:
@@ -351,8 +351,8 @@ class Verdict:
         return f"not normal, {cause} ({'; '.join(self._findings())}). See {PAGE}#what-a-fault-looks-like"
 
     def _findings(self) -> Iterable[str]:
-        if self.lost_from is not None:
-            yield f"the training loss is not finite from step {self.lost_from:,} on"
+        for name, step in self.lost_from.items():
+            yield f"{NAMES[name]} is not finite from step {step:,} on"
         for name, points in itertools.groupby(self.outside, key=lambda point: point.name):
             both_sides = list(points)
             worst = max(both_sides, key=lambda point: abs(point.widths))
@@ -375,16 +375,19 @@ def judge(log: Mapping[str, Mapping[int, float]]) -> Verdict | None:
     points = band_points(log)
     losses = _finite(log.get("train", {}))
     jump, outside = find_jump(losses), [p for name in NAMES for p in find_outside(points[name])]
-    last = max(losses, default=-1)
-    lost_from = min((step for step in log.get("train", {}) if step > last), default=None)
-    if not any(points.values()) and lost_from is None:
+    lost_from = {}
+    for name in NAMES:
+        last = max(_finite(log.get(name, {})), default=-1)
+        if lost := [step for step in log.get(name, {}) if step > last]:
+            lost_from[name] = min(lost)
+    if not any(points.values()) and not lost_from:
         return None
-    if lost_from is not None or not (jump or outside):
+    if lost_from or not (jump or outside):
         return Verdict(points, outside, jump, lost_from, None, [])
     measured = measure(points, log.get("norm", {}), jump)
     [cause, *others] = dict.fromkeys(s.cause for s in SIGNATURES if s.fits(measured)) or [None]
     possible = list(dict.fromkeys(s.cause for s in SIGNATURES if s.may_fit(measured))) if others or not cause else []
-    return Verdict(points, outside, jump, None, None if others else cause, possible)
+    return Verdict(points, outside, jump, {}, None if others else cause, possible)
 
 
 def find_outside(points: Sequence[Point]) -> list[Point]:

@@ -31,7 +31,7 @@ from support.console.log import FORMATS, LogFile, read_log
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.profiler import make_profiler
+from support.runtime.profiler import WARM_UP_STEPS, make_profiler
 from support.startup import STARTED
 
 if TYPE_CHECKING:
@@ -216,6 +216,8 @@ class RunLogger:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._profiler:
             self._profiler.stop()
+            if self._profiler.step_num < WARM_UP_STEPS:
+                warn(f"the run ended before the first recorded step of --profile, its number {WARM_UP_STEPS + 1}.")
         self._trackers.close(succeeded=kind is None)
         try:
             if self._folder:
