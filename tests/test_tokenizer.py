@@ -149,6 +149,8 @@ def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
         lambda content: content.update(normalizer={"type": "Lowercase"}),
         lambda content: content["added_tokens"].append({"content": "<pad>", "id": 5}),
         lambda content: content["model"]["merges"].pop(),
+        lambda content: content["model"].update(dropout=0.5),
+        lambda content: content["model"].update(type="WordPiece"),
         lambda content: content["model"]["vocab"].update({"<|endoftext|>": 0, "!": 299}),
         lambda content: content.pop("model"),
     ],

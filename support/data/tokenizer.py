@@ -147,6 +147,8 @@ def _read_json(text: str) -> tuple[dict[str, Any], str]:
     """Parses a `tokenizer.json`, and hashes the parts that determine a text's ids, whichever `tokenizers` version wrote it."""
     content = json.loads(text)
     model, words = content["model"], content["pre_tokenizer"]
+    if model.get("type", "BPE") != "BPE" or model.get("dropout"):  # dropout: a text has different ids each time
+        raise ValueError(model.get("type"))
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     split = [words["type"], words["add_prefix_space"], words.get("use_regex", True), content.get("normalizer")]
