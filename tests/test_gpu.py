@@ -181,7 +181,7 @@ def test_fp32_losses_are_those_of_the_cpu(byte_shards, tmp_path, gpu):
 
 @pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
 def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path, gpu, muon):
-    """Weights, moments and step counts, bit by bit; the step before it was a good one."""
+    """Weights, moments and step counts, bit for bit; the step before it was a good one."""
     torch.manual_seed(0)
     model = GPT(TINY).to(DEVICE)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "muon" if muon else "adamw", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Kills at random moments: the run that is resumed after them is the one that was never killed, bit by bit."""
+"""Kills at random moments: the run that is resumed after them is the one that was never killed, bit for bit."""
 
 from __future__ import annotations
 

@@ -115,6 +115,6 @@ def checkpoint_names(out: Path) -> list[str]:
 
 
 def assert_same_run(out: Path, expected: Path) -> None:
-    """The log, and weights and optimizer of the last checkpoint, are those of another run, bit by bit."""
+    """The log, and weights and optimizer of the last checkpoint, are those of another run, bit for bit."""
     found = differences(out, expected)
     assert not found, found

@@ -48,7 +48,7 @@ def try_batch_sizes(
 
     On CUDA, tries the largest that fits according to the formulas, and then smaller ones: runs forward and backward
     passes while as much memory is allocated as the optimizer takes. Other devices swap: for them, it returns
-    `most`, so that a resumed run stays the same, bit by bit, or refuses it if the formulas say that it does not fit.
+    `most`, so that a resumed run stays the same, bit for bit, or refuses it if the formulas say that it does not fit.
 
     Args:
         make_model: returns a model to try, whose weights do not change: the model to train (with DDP, which waits for no
