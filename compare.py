@@ -71,7 +71,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
         UserError: it is not valid; one line for each problem.
     """
     args = Arguments(**parse_flags(Arguments, argv, __doc__))
-    if args.output and Path(args.output).suffix != ".png":
+    if args.output and Path(args.output).suffix.lower() != ".png":
         raise UserError(f"-o {args.output} is not a .png file. Use another name.")
     if args.normal and (len(args.runs) > 1 or args.x != "steps"):
         raise UserError("--normal is for one run, by steps. Name one, without --x.")

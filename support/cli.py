@@ -26,8 +26,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, TypeVar, get_args, get_type_hints
 
-from tqdm import tqdm
-
 from support import __version__, startup
 
 if TYPE_CHECKING:
@@ -403,6 +401,8 @@ def print_lines(text: str, file: TextIO | None = None) -> None:
     No run fails because of its console: lines that do not fit on a full disk are dropped. If the reader has closed the
     stream, the script ends, or `on_reader_closed` is called.
     """
+    from tqdm import tqdm  # here: startup.prepare, which says that it is missing, comes after this module
+
     stream = sys.stdout if file is None else file
     if stream is None:  # closed by the parent process: print nothing, like print()
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 STARTED = time.perf_counter()  # when this process started: the scripts import this module first
 # A thread that waits for the others at an OpenMP barrier spins for 300,000 rounds by default. If another program has
@@ -19,11 +21,17 @@ OLDEST_TORCH = (2, 11)
 def prepare(imports_torch: bool = False) -> None:
     """Prepares the process of a script; call it before other imports.
 
-    Sets how long OpenMP's threads spin, unless the user has set this or the number of threads.
+    Sets how long OpenMP's threads spin, unless the user has set this or the number of threads. If the requirements are not
+    installed, or PyTorch is too old, prints a line and exits.
 
     Args:
-        imports_torch: the script is about to import PyTorch. If that is too old, this prints a line, and exits.
+        imports_torch: the script is about to import PyTorch.
     """
+    if importlib.util.find_spec("tqdm") is None:  # which all scripts import
+        _exit(
+            "the packages of requirements.txt are not installed for this Python. Activate their environment, or run pip "
+            "install -r requirements.txt."
+        )
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which sets OMP_NUM_THREADS itself
@@ -44,9 +52,12 @@ def _check_torch() -> None:
         return  # the import says so
     if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        problem = f"PyTorch {version} is too old. Install {oldest} or newer, or pip install -r requirements.txt."
-        print(f"error: {problem}", file=sys.stderr, flush=True)
-        raise SystemExit(2)
+        _exit(f"PyTorch {version} is too old. Install {oldest} or newer, or pip install -r requirements.txt.")
+
+
+def _exit(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def show(text: str) -> None:

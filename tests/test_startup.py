@@ -28,6 +28,15 @@ def test_threads_sleep_soon_unless_the_user_has_chosen(chosen, expected):
     assert subprocess.check_output(command, cwd=ROOT, env=environment | chosen, text=True).strip() == expected
 
 
+@pytest.mark.parametrize("script", ["train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "compare.py"])
+def test_without_the_requirements_a_script_says_so(script):
+    """-S: no packages but Python's own."""
+    command = [sys.executable, "-S", ROOT / script]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the packages of requirements.txt are not installed for this Python.")
+
+
 @pytest.mark.parametrize(
     ("version", "message"),
     [

@@ -53,8 +53,10 @@ def download(url: str, path: Path, git_blob: str) -> Path:
         return response.content
 
     try:
-        if path.exists() and _git_blob(path.read_bytes()) == git_blob:
-            return path
+        if path.exists():
+            if _git_blob(path.read_bytes()) == git_blob:
+                return path
+            warn(f"{path} is not the expected file (wrong checksum). It is downloaded again.")
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_write(path, unique=True) as tmp:
             startup.show(f"downloading {Path(url).name} ...")
