@@ -64,6 +64,8 @@ def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_p
     torchrun = f"echo '{line}' >> {tmp_path}/train.out; exit 1"
     programs = {"srun": 'shift; "$@"', "torchrun": torchrun, "scontrol": "echo node-a; echo node-b"}
     (tmp_path / "bin").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
     for program, body in programs.items():
         (tmp_path / "bin" / program).write_text(f'#!/bin/bash\necho {program} "$@" >> {tmp_path}/calls.txt\n{body}\n')
         (tmp_path / "bin" / program).chmod(0o755)
