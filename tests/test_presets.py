@@ -388,7 +388,8 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
         manifest = json.loads((folder / out / "data" / "manifest.json").read_text())
         sizes = {shard["split"]: shard["tokens"] for shard in manifest["shards"]}
         assert sum(sizes.values()) == 2 * (len(TEXT) + 1) and sizes["val"] == round(0.2 * (len(TEXT) + 1))
-        assert capfd.readouterr().out.count("note    names that begin with a dot are skipped (1 text file)\n") == 1
+        said = capfd.readouterr().out
+        assert said.count("note    skipped ") == 2 and f"note    skipped {folder}/picture.png (not .txt, " in said
     (folder / "a.txt").write_text(TEXT + "One more.")
     (folder / "log" / "starts.jsonl").unlink()  # which says that the run has finished
     with pytest.raises(
