@@ -189,7 +189,7 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     for run in runs:
         ([hours], [tokens]) = (run.positions([run.steps], axis) for axis in ("hours", "tokens"))
         row = {"params": short_count(run.start["parameters"]), "steps": f"{run.steps:,}"}
-        row |= {"tokens": short_count(tokens), "hours": f"{hours:.3f}" if run.has_first_step else UNKNOWN}
+        row |= {"tokens": short_count(tokens), "hours": f"{hours:.3f}" if run.has_all_steps else UNKNOWN}
         val = run.comparable("val")
         if (best := argmin_loss(val)) is not None:
             last = max(val)
@@ -245,6 +245,8 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
         log[name] = comparable_values(name, log[name], starts)
     if starts and starts[-1].get("hellaswag_items") != ITEMS:
         log["hella"] = {}
+    if not starts:
+        print("note: there is no starts.jsonl beside this log, so its flags and data are not compared.")
     verdict = normal.judge(log)
     if verdict is None:
         raise UserError(

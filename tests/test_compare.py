@@ -111,12 +111,22 @@ def test_a_fork_without_a_value_of_its_own_is_compared(tmp_path, capsys):
     assert compared(tmp_path, capsys, fork)[-1].split()[0] == "fork"
 
 
+def test_a_line_that_cannot_be_read_is_no_nan_and_a_hole_has_no_hours(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [5.0, 4.0, 3.0], {3: 4.5})
+    log = (run / "log.txt").read_text()
+    (run / "log.txt").write_text(log.replace("2 train", "2 tr\0in"))
+    title, row = compared(tmp_path, capsys, run)[-2:]
+    assert "nan" not in title and row.split()[4] == "0.030"  # three steps of 36 s
+    (run / "log.txt").write_text(log.replace("1 seconds 36\n", ""))
+    assert compared(tmp_path, capsys, run)[-1].split()[4] == "-"
+
+
 def test_a_line_with_a_huge_step_takes_no_time(tmp_path, capsys):
     run = write_run(tmp_path / "run", [5.0, 4.0], {2: 4.5})
     with open(run / "log.txt", "a") as file:
         file.write("999999999999 seconds 36\n")
     row = compared(tmp_path, capsys, run, "--x", "hours")[-1].split()
-    assert row[2] == "1,000,000,000,000" and row[4] == "0.030"  # three steps of 36 s
+    assert row[2] == "1,000,000,000,000" and row[4] == "-"
 
 
 def test_two_may_write_the_same_picture_at_once(tmp_path):

@@ -22,7 +22,7 @@ import numpy as np
 from support.checkpoints.history import ROOT, argmin_loss, comparable_values, read_starts, starts_in_log
 from support.cli import UserError, describe_error, warn
 from support.console import normal
-from support.console.log import read_log
+from support.console.log import lost_from, read_log
 from support.files import atomic_write
 from support.terminal import on_one_line
 
@@ -59,6 +59,7 @@ class Run:
     hella: Mapping[int, float]  # acc_norm
     lr: Mapping[int, float]
     seconds: Mapping[int, float]  # duration of the step alone, without evaluation
+    lost_from: int | None  # the step from which on the training loss is not finite
     starts: Sequence[Mapping[str, Any]]  # those whose values are in the log, oldest first
 
     @property
@@ -76,15 +77,9 @@ class Run:
         return max(self.seconds, default=-1) + 1
 
     @property
-    def lost_from(self) -> int | None:
-        """The step from which on the training loss is not finite; None if the last one is."""
-        first = max(self.train, default=-1) + 1
-        return first if first < self.steps else None
-
-    @property
-    def has_first_step(self) -> bool:
-        """Whether the log begins with step 0. The log of a fork begins later if its parent's log was missing."""
-        return min(self.seconds, default=0) == 0
+    def has_all_steps(self) -> bool:
+        """Whether no step is missing in the log. The log of a fork begins later if its parent's log was missing."""
+        return len(self.seconds) == self.steps
 
     def comparable(self, name: str) -> dict[int, float]:
         """Returns the values of "train", "val" or "hella" that are comparable with each other, and with later ones."""
@@ -137,7 +132,8 @@ def read_run(folder: Path) -> Run:
     log = read_log(path)
     if not log["train"] and not log["val"]:
         raise UserError(f"{path} has no loss yet. Pass the folder of another run.")
-    return Run(folder, log["train"], log["val"], log["hella"], log["lr"], log["seconds"], starts_in_log(starts))
+    lost = lost_from(read_log(path, finite=False)["train"])
+    return Run(folder, log["train"], log["val"], log["hella"], log["lr"], log["seconds"], lost, starts_in_log(starts))
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

@@ -39,6 +39,12 @@ def read_log(path: Path, finite: bool = True) -> dict[str, dict[int, float]]:
     return values
 
 
+def lost_from(values: Mapping[int, float]) -> int | None:
+    """Returns the step from which on no value is finite; None if the last one is."""
+    last = max((step for step, value in values.items() if math.isfinite(value)), default=-1)
+    return min((step for step in values if step > last), default=None)
+
+
 def _read_lines(path: Path) -> Iterator[re.Match[str]]:
     """Yields the well-formed lines of a log, without a last line that a crash cut off."""
     if path.is_file():

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from support.console.log import lost_from
+
 FILE = Path(__file__).with_name("public_runs.json")
 PAGE = "docs/normal.md"
 STEPS = 19073  # of the recipe
@@ -375,15 +377,11 @@ def judge(log: Mapping[str, Mapping[int, float]]) -> Verdict | None:
     points = band_points(log)
     losses = _finite(log.get("train", {}))
     jump, outside = find_jump(losses), [p for name in NAMES for p in find_outside(points[name])]
-    lost_from = {}
-    for name in NAMES:
-        last = max(_finite(log.get(name, {})), default=-1)
-        if lost := [step for step in log.get(name, {}) if step > last]:
-            lost_from[name] = min(lost)
-    if not any(points.values()) and not lost_from:
+    lost = {name: step for name in NAMES if (step := lost_from(log.get(name, {}))) is not None}
+    if not any(points.values()) and not lost:
         return None
-    if lost_from or not (jump or outside):
-        return Verdict(points, outside, jump, lost_from, None, [])
+    if lost or not (jump or outside):
+        return Verdict(points, outside, jump, lost, None, [])
     measured = measure(points, log.get("norm", {}), jump)
     [cause, *others] = dict.fromkeys(s.cause for s in SIGNATURES if s.fits(measured)) or [None]
     possible = list(dict.fromkeys(s.cause for s in SIGNATURES if s.may_fit(measured))) if others or not cause else []
