@@ -109,7 +109,7 @@ def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
     page = (ROOT / "docs" / "code.md").read_text()
     scale = re.search(r"gradient scale, for example, is\s+`(.+?)`", page)[1]
     field, value, norm = re.search(
-        r"for example, `(.+?)` is one more.+?`(embedding_norm=.+?)`.+?and\s+`(.+?)` the entry", page, re.S
+        r"add\s+the\s+field\s+`(.+?)`.+?`(embedding_norm=.+?)`.+?the\s+entry\s+`(.+?)`", page, re.S
     ).groups()
     tree = tmp_path / "tree"
     copy_project(tree)
