@@ -235,7 +235,10 @@ def check_shards(directory: str) -> None:
     if manifest["tokenizer"] == "bpe" or (Path(directory) / TOKENIZER_JSON).exists():
         read_tokenizer(directory)
     tokens = read_shards(directory)
-    verdict = "all match the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
+    verdict = "well-formed; there is no manifest to compare with"
+    if entries := manifest["shards"]:
+        has_all = all("sha256" in entry for entry in entries)
+        verdict = "all match the manifest" if has_all else "as long as the manifest says; it has no checksums of some"
     print(
         f"{directory}: {pluralize(len(tokens), 'shard')}, {sum(tokens):,} tokens ({manifest['tokenizer']}), {verdict}",
         flush=True,

@@ -700,7 +700,7 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
     if r.truncated:
         paragraphs.append(
             f"{r.truncated:,} endings with their contexts are longer than the model's {block_size} tokens; "
-            "the beginning was cut off"
+            "the beginning was cut off, also of an ending that is longer by itself"
         )
     if math.isnan(r.acc):
         return "\n\n".join(

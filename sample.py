@@ -264,7 +264,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt is None and args.number is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
     )
     # report an error in the prompt before loading the weights, which takes longer
-    ids = [] if interactive else encode(DEFAULT_PROMPT if prompt is None else prompt)
+    if prompt is None:  # the default, as much of it as the context holds
+        ids = [] if interactive else tokenizer.encode(DEFAULT_PROMPT)[: sizes["block_size"]]
+    else:
+        ids = encode(prompt)
     model = GPT.from_pretrained(directory, verify=False).to(device).eval()
 
     prepare_weights(model, dtype, single_row=interactive or args.number == 1)

@@ -975,7 +975,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return print_finished(config, start, dist.print0)
     if plan_options.plan:
         data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
-        return plan.print_report(plan_options, config, new_model, data, hellaswag.count_items(config), dist.rank)
+        first_step, items = start.checkpoint.step if start.checkpoint else 0, hellaswag.count_items(config)
+        return plan.print_report(plan_options, config, new_model, data, items, first_step, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if start.needs_measurement(config):  # times models to find what suits the time

@@ -183,7 +183,12 @@ def messages_in_the_code() -> list[re.Pattern[str]]:
     return patterns
 
 
-FROM_OTHER_PROGRAMS = ("externally-managed-environment", "ERROR: No matching distribution", "Setting OMP_NUM_THREADS environment", "CUDA out of memory.")
+FROM_OTHER_PROGRAMS = (
+    "externally-managed-environment",
+    "ERROR: No matching distribution",
+    "Setting OMP_NUM_THREADS environment",
+    "CUDA out of memory.",
+)
 
 
 def test_the_messages_in_troubleshooting_are_those_of_the_code():

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import json
 import os
 import shutil
 
@@ -11,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from helpers import run_script
 from shard_helpers import files_in, flip_bit, plain_bytes, plain_loop, shards_in, tokens_in
+from training import trained
 
 import fineweb
-from support import cli
 from support.cli import UserError, run_cli
 from support.data import make_shards, shards, text_files
 from support.data.tokenizer import get_tokenizer
@@ -253,7 +254,7 @@ def test_a_closed_reader_is_no_error_of_the_disk(tmp_path, monkeypatch, capsys):
     def write(*args, **options):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(cli.tqdm, "write", write)
+    monkeypatch.setattr("tqdm.tqdm.write", write)
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: fineweb.main("--input a.txt --output out --tokenizer bytes --shard-size 100".split()))
     assert exit.value.code == 1 and not capsys.readouterr().err
@@ -278,3 +279,43 @@ def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
     assert f"{val} is not a readable .npy file" in "\n".join(error.value.problems)
     with pytest.raises(UserError, match="there is no folder"):
         fineweb.main(["--check", str(folder / "nowhere")])
+
+
+def test_check_does_not_say_more_than_it_has_compared(byte_shards, tmp_path, capsys):
+    folder = tmp_path / "data"
+    shutil.copytree(byte_shards, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["shards"][1]["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    fineweb.main(["--check", str(folder)])
+    assert "as long as the manifest says; it has no checksums of some" in capsys.readouterr().out
+    with open(folder / manifest["shards"][1]["file"], "ab") as file:
+        file.write(b"more")
+    with pytest.raises(UserError, match="is longer than the .* tokens that its header says"):
+        fineweb.main(["--check", str(folder)])
+
+
+@pytest.mark.parametrize("kind", ["shards", "checkpoint"])
+def test_an_altered_tokenizer_is_not_taken_from_another_folder(tmp_path, kind, byte_shards):
+    text, source = tmp_path / "a.txt", tmp_path / "shards"
+    text.write_text("some words, and some more words. " * 400)
+    flags = ["--input", str(text), "--tokenizer", "bpe", "--vocab-size", "300"]
+    fineweb.main([*flags, "--output", str(source)])
+    if kind == "checkpoint":
+        trained(tmp_path / "run", "--data", source, "--max-steps", 1, "--total-batch-size", 64, "--val-every", 0)
+        source = tmp_path / "run" / "model_00001"
+    again = [*flags[:4], "--output", str(tmp_path / "again"), "--tokenizer-from", str(source)]
+    fineweb.main(again)
+    content = json.loads((source / "tokenizer.json").read_text())
+    merges = content["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"tokenizer\.json was altered"):
+        fineweb.main([*again[:5], str(tmp_path / "third"), *again[6:]])
+
+
+def test_bytes_are_not_taken_from_another_folder(byte_shards, tmp_path):
+    (tmp_path / "a.txt").write_text("some words")
+    flags = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "bpe"]
+    with pytest.raises(UserError, match="Use --tokenizer bytes, without --tokenizer-from"):
+        fineweb.main([*flags, "--tokenizer-from", str(byte_shards)])

@@ -127,6 +127,22 @@ def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
         assert len(losses(tree / out / "log.txt")) == steps
 
 
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.with_name("x").write_text("0 train 9\n")])
+def test_a_log_that_another_program_replaces_or_removes_is_written_again(tmp_path, capsys, harm):
+    """An editor writes another file and renames it."""
+    log = LogFile(tmp_path / "log.txt")
+    write(log, WRITTEN[:2])
+    harm(tmp_path / "log.txt")
+    if (tmp_path / "x").exists():
+        (tmp_path / "x").rename(tmp_path / "log.txt")
+    write(log, WRITTEN[2:3])
+    log.sync()
+    write(log, WRITTEN[3:])
+    log.close()
+    assert (tmp_path / "log.txt").read_text() == COMPLETE
+    assert capsys.readouterr().err.count("another program has replaced or removed") == 1
+
+
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys):
     log = LogFile(tmp_path / "log.txt")
     with file_size_limit(50):

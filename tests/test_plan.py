@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS
-from training import config_with
+from training import config_with, trained
 
 from support.cli import UserError
 from support.config import PlanOptions
@@ -162,6 +163,21 @@ def test_data_that_a_run_refuses_has_no_plan(byte_shards):
         main(of_shards)
     with pytest.raises(UserError, match="no row of 16 tokens to validate on"):
         main([*of_shards, *"--total-batch-size 256 --val-tokens 8".split()])
+
+
+def test_a_resumed_run_and_a_fork_are_planned_from_their_checkpoint(byte_shards, tmp_path, capsys):
+    """By hand: of 9 steps, 4 are done; validations before steps 4, 6 and 8 and after the last, or of 6 steps before 4 and after 6."""
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 9, "--checkpoint-every", 4, "--val-every", 2)
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "run" / "model_00009"), shutil.rmtree(tmp_path / "run" / "model_00008")
+    main(["--plan", "--resume", "--out", str(tmp_path / "run"), "--dtype", "auto"])
+    assert "5 steps from step 4 on of 256 tokens, 1,280 in total" in printed(capsys)
+    assert plan.evaluations(plan_for("--resume", "--out", tmp_path / "run", "--dtype", "auto"))[0] == 4
+    fork = ["--fork", tmp_path / "run" / "model_00004", "--out", tmp_path / "fork", "--max-steps", 6]
+    fork += ["--dtype", "auto"]
+    assert plan.evaluations(plan_for(*fork))[0] == 2
+    main(["--plan", *map(str, fork)])
+    assert "2 steps from step 4 on of 256 tokens, 512 in total" in printed(capsys)
 
 
 def test_a_text_without_shards_yet_is_planned_by_its_size(tmp_path):

@@ -188,6 +188,8 @@ def test_what_is_piped_in_is_the_prompt(run, tmp_path, capsys, monkeypatch):
     assert texts_for(b"The \n") == texts_for(b"no", "--prompt", "The ") == texts_of(run, capsys)
     assert texts_for(b"\xef\xbb\xbfa\r\nb\r\n") == texts_of(run, capsys, "--prompt", "a\nb")  # as in a .txt file
     assert texts_from(os.devnull) == texts_of(run, capsys, "--prompt", "Or")  # as of a job without a terminal
+    monkeypatch.setattr(sample, "DEFAULT_PROMPT", "Or one that is longer than the context of a model")
+    assert texts_from(os.devnull) == texts_of(run, capsys, "--prompt", "Or one that is l")
     for nothing in (b"", b"\n"):
         with pytest.raises(UserError, match="the text on stdin is empty. Pipe in a text, or"):
             texts_for(nothing)

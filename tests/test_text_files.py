@@ -255,6 +255,15 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
         find_input(["only"])
 
 
+def test_a_folder_that_is_reached_twice_has_its_own_name(tmp_path):
+    """Whatever the order in which the disk lists them, or two disks would give a text in two orders."""
+    for year in ("2023", "2024", "2025"):
+        (tmp_path / "t" / year).mkdir(parents=True)
+        (tmp_path / "t" / year / "f.txt").write_text(year)
+    (tmp_path / "t" / "0_latest").symlink_to("2024")
+    assert [path.parent.name for path in find_input([str(tmp_path / "t")])] == ["2023", "2024", "2025"]
+
+
 def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):
     """Otherwise its copy would be the validation split."""
     (tmp_path / "notes").mkdir()

@@ -18,7 +18,7 @@ from support.checkpoints.directory import CONTENTS, find_corruption, newest_chec
 from support.cli import UserError
 from support.config import TrainConfig
 from support.data.hub import hub_error_reason
-from support.data.shards import MANIFEST
+from support.data.shards import load_manifest
 from support.data.tokenizer import (
     MALFORMED,
     TOKENIZER_FILES,
@@ -27,6 +27,7 @@ from support.data.tokenizer import (
     find_tokenizer,
     tokenizer_of_model,
 )
+from support.files import sha256_of
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -148,13 +149,18 @@ def find_tokenizer_folder(name_or_dir: str, kind: str) -> Path:
         UserError: the folder has no tokenizer, or one of a different kind.
     """
     directory = Path(name_or_dir)
-    if not (directory / MANIFEST).exists():
-        directory = find_model(name_or_dir, verify=False)
+    if manifest := load_manifest(directory):
+        path, sha256 = directory / TOKENIZER_JSON, manifest.get("tokenizer_sha256")
+        if sha256 and path.exists() and sha256_of(path) != sha256:
+            raise UserError(f"{path} was altered. Use another --tokenizer-from.")
+    else:
+        directory = find_model(name_or_dir, verify=(directory / CONTENTS).exists())
     tokenizer = find_tokenizer(directory)
     if tokenizer is None:
         raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
     if (name := tokenizer.name) != kind:
-        raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}.")
+        without = ", without --tokenizer-from" if name == "bytes" else ""
+        raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}{without}.")
     return directory
 
 

@@ -73,7 +73,7 @@ class LogFile:
             before = [line for line in _read_lines(source or path) if int(line[1]) < first_step]
             with atomic_write(path) as tmp:
                 tmp.write_bytes("".join(f"{line[0]}\n" for line in before).encode())
-        self._file: FileIO | None = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        self._file: FileIO | None = open(path, "a+b", buffering=0) if path else None  # noqa: SIM115
         self._pending, self._warned = b"", False
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
 
@@ -96,12 +96,15 @@ class LogFile:
     def sync(self) -> None:
         """Waits until all lines are on the disk: a checkpoint must never be ahead of its run's log.
 
+        If another program has replaced or removed the log, such as an editor that saves, writes it again.
+
         Raises:
             OSError: some lines could not be written.
         """
         if self._file:
             with self._lock:
                 self._write_pending(self._file)
+                self._file = self._restored(self._file)
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -109,6 +112,20 @@ class LogFile:
         if self._file:
             with self._file:
                 self.sync()
+
+    @staticmethod
+    def _restored(file: FileIO) -> FileIO:
+        """Returns the open log, or a new one with its content if the open one is no longer in its place."""
+        path = Path(os.fsdecode(file.name))
+        if path.is_file() and path.stat().st_size == os.fstat(file.fileno()).st_size:
+            return file
+        with file:
+            file.seek(0)
+            content = file.read()
+        with atomic_write(path) as tmp:
+            tmp.write_bytes(content)
+        warn(f"another program has replaced or removed {path}. It is written again.")
+        return open(path, "a+b", buffering=0)
 
     def _write_pending(self, file: FileIO) -> None:
         try:

@@ -283,6 +283,8 @@ def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False
     if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
         content = f"{tokens.ndim}-dimensional {tokens.dtype}" if tokens.size else "nothing"
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
+    if path.stat().st_size != tokens.offset + tokens.nbytes:
+        raise UserError(f"{path} is longer than the {len(tokens):,} tokens that its header says. {_MAKE_AGAIN}")
     if entry and entry["tokens"] != len(tokens):
         raise UserError(f"{path} does not match the manifest: it has {len(tokens):,} tokens. {_MAKE_AGAIN}")
     if entry and verify and entry.get("sha256") not in (None, files.sha256_of(path)):

@@ -66,7 +66,9 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         hidden = {name for name in (*folders, *names) if name.startswith(".")}
         hidden |= {name for name in folders if os.path.exists(os.path.join(parent, name, LOCK))}
         skipped += [Path(parent, name) for name in sorted(hidden)]
-        folders[:] = [name for name in folders if name not in hidden]
+        # in an order that does not depend on the disk; links last, so that a folder has its own name
+        visible = [name for name in folders if name not in hidden]
+        folders[:] = sorted(visible, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
         paths += [Path(parent, name) for name in names if name not in hidden]
     in_skipped = (file for path in skipped for file in (path, *sorted(path.rglob("*"))))
     others = sorted(itertools.filterfalse(text_suffix, paths))

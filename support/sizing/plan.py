@@ -73,6 +73,7 @@ class Plan:
 
     options: PlanOptions
     config: TrainConfig
+    first_step: int  # of what is planned: a resumed run or a fork begins at that of its checkpoint
     sizes: Sizes
     parameters: int  # without the rows that pad the vocabulary in memory
     flops_per_token: int
@@ -153,7 +154,9 @@ def evaluations(plan: Plan) -> tuple[int, int, int]:
     def times(every: int | None) -> int:
         if every is None:  # at each quarter of --minutes
             return 5
-        return -(-config.max_steps // every) + 1 if every else 0  # plus the one after the last step
+        return (
+            -(-config.max_steps // every) - -(-plan.first_step // every) + 1 if every else 0
+        )  # one after the last step
 
     validations, scores = times(config.val_every), times(hellaswag_interval(config, on_gpu=True))
     scores = scores if plan.tokenizer == "gpt2" else 0  # HellaSwag is scored only with GPT-2's tokens
@@ -192,7 +195,7 @@ def _own_gpu() -> str:
 
 def print_report(
     options: PlanOptions, config: TrainConfig, new_model: NewModel, data: shards.TokenData | None = None,
-    hellaswag_items: int = 0, rank: int = 0,
+    hellaswag_items: int = 0, first_step: int = 0, rank: int = 0,
 ) -> None:  # fmt: skip
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
@@ -229,7 +232,7 @@ def print_report(
         model: Any = new_model(config, vocab_size)
     layout = Layout.of(config, devices.DTYPES[dtype], options.gpus, compiled=config.compile is not False)
     plan = Plan(
-        options, config, Sizes.of(model), count_published(model), model.flops_per_token(), tokenizer, validated_tokens,
+        options, config, first_step, Sizes.of(model), count_published(model), model.flops_per_token(), tokenizer, validated_tokens,
         hellaswag_items, layout,
     )  # fmt: skip
     for line in report(plan):
@@ -239,7 +242,8 @@ def print_report(
 def report(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
     options, config, sizes, flops_per_token = plan.options, plan.config, plan.sizes, plan.flops_per_token
-    gpus, gpu, steps, T = options.gpus, GPU_FLAGS[options.gpu], config.max_steps, sizes.block_size
+    gpus, gpu, T = options.gpus, GPU_FLAGS[options.gpu], sizes.block_size
+    steps, since = config.max_steps - plan.first_step, f" from step {plan.first_step:,} on" if plan.first_step else ""
     peak, dtype, step_tokens = GPUS[gpu].peak_flops, GPUS[gpu].dtype, plan.layout.step_tokens
     tokens = steps * step_tokens
     if options.peak:
@@ -249,7 +253,7 @@ def report(plan: Plan) -> Iterator[str]:
         f"{sizes.n_embd} channels, context {T}"
     )
     yield (
-        f"run      {steps:,} steps of {step_tokens:,} tokens, {tokens:,} in total; "
+        f"run      {steps:,} steps{since} of {step_tokens:,} tokens, {tokens:,} in total; "
         f"{tokens * flops_per_token:.2e} FLOPs, {flops_per_token:.2e} per token"
     )
     yield (
