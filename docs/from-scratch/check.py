@@ -40,6 +40,7 @@ Fact = Callable[[Any], str | None]  # takes the reader's module; returns what is
 FACTS: list[tuple[set[int], str, Fact]] = []  # the steps for which a fact holds, the fact in words, and its check
 SIZES = {"block_size": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
 OPTIMIZER = (0.1, 1e-3, (0.9, 0.95))  # weight decay, rate, betas
+SEED = 87  # one that no program sets
 # a short text, of which only the part that is held out contains qz
 SHORT_TEXT = dict([*topics.items()][:5]) | {"qz": "qz " * 150}
 
@@ -293,10 +294,17 @@ class Step:
 
     batches: list[tuple[Tensor, Tensor]]  # since the step before
     loss: float  # of these batches, their mean
+    model: Any
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]]  # the optimizer's, as they were
+    averages: bool  # whether the optimizer has any
     expected: Tensor  # the gradient of that loss, all parameters in a row
     clipped_each: Tensor  # the same, if the sum so far is clipped at a norm of 1 after each batch
     found: Tensor  # the gradient that is there
-    rates: set[float]
+
+    @property
+    def rates(self) -> set[float]:
+        return {float(group["lr"]) for group in self.groups}
 
 
 class Watch:
@@ -342,19 +350,28 @@ class Watch:
             expected, clipped_each = expected + grad, clipped_each + grad
             clipped_each = clipped_each / max(1.0, clipped_each.norm().item())
             losses.append(loss.item())
-        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        groups = [dict(group) for group in optimizer.param_groups]
         mean = sum(losses) if losses else math.nan
-        self.steps.append(Step(self.batches, mean, expected, clipped_each, found.clone(), rates))
+        gradients = expected, clipped_each, found.clone()
+        self.steps.append(Step(self.model, optimizer, groups, bool(optimizer.state), self.batches, mean, *gradients))
         self.batches, self.recording = [], True
 
 
-def explain_steps(steps: list[Step], expected_steps: int, clips: bool) -> str | None:
+def explain_steps(steps: list[Step], expected_steps: int, clips: bool, said: str = "") -> str | None:
     """Returns what is wrong with the gradients that the optimizer's steps found."""
     for i, step in enumerate(steps):
         if not step.batches:
             return "optimizer.step() is called twice for the same batch: once is enough"
         if not step.found.any():
             return f"optimizer.step() finds no gradient in step {i}: is it called after backward(), and zero_grad() not between them?"
+        if i and step.model is not steps[i - 1].model:
+            return "a new model is made in each step, so nothing is learned: make it once, before the loop"
+        if i and (step.optimizer is not steps[i - 1].optimizer or not step.averages):
+            return "a new optimizer is made in each step, so its averages are lost: make it once, before the loop"
+        if left_out := parameters_without(step.optimizer, step.model):
+            if len(left_out) == len([*step.model.parameters()]):
+                return "the optimizer has the weights of another model: make it after the model, from its parameters"
+            return f"the optimizer does not have {left_out[0]}: it would never change"
         before = steps[i - 1].found if i else torch.zeros_like(step.found)
         if unlike(step.found, step.expected):
             if i and not unlike(step.found, step.expected + before):
@@ -365,17 +382,39 @@ def explain_steps(steps: list[Step], expected_steps: int, clips: bool) -> str | 
                 return f"in step {i} gradients are clipped after each micro-batch: clip them once, after the last one"
             return f"the gradient that optimizer.step() finds in step {i} is not that of its batch: does zero_grad() come before backward(), and is backward() called once for each loss?"
         size, right = step.found.norm().item(), step.expected.norm().item()
+            if clips and (wrong := explain_scales(step)):
+                return f"in step {i} {wrong}"
         if clips and right > 1 and abs(size - 1) > 1e-2:
             return f"when optimizer.step() is called, the norm of the gradients is {size:.4g}: clip them to 1 between backward() and step()"
         if (not clips or right < 1) and abs(size - right) > 1e-2 * right:
             return f"the gradient of step {i} is {size / right:.3g} times as large as that of the mean loss"
     if len(steps) != expected_steps:
-        return f"{expected_steps} training steps call optimizer.step() {len(steps)} times"
+        return f"{expected_steps} training steps call optimizer.step() {len(steps)} times{said}"
     return None
 
 
 def unlike(a: Tensor, b: Tensor) -> bool:
     """Returns whether two gradients have different directions."""
+def parameters_without(optimizer: torch.optim.Optimizer, model: Any) -> list[str]:
+    """Returns the names of the model's parameters that the optimizer does not have."""
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in model.named_parameters() if id(p) not in has]
+
+
+def explain_scales(step: Step) -> str | None:
+    """Returns what is wrong if each parameter's gradient has the right direction, but not all have the same factor."""
+    names, sizes = zip(*((name, p.numel()) for name, p in step.model.named_parameters()), strict=True)
+    factors = {}
+    for name, found, expected in zip(names, step.found.split(sizes), step.expected.split(sizes), strict=True):
+        if expected.norm() < 1e-6:
+            continue
+        if found.any() and unlike(found, expected):
+            return None
+        factors[name] = (found.norm() / expected.norm()).item()
+    least, most = (choose(factors, key=factors.__getitem__) for choose in (min, max))
+    return f"the gradients of {least} are multiplied by {factors[least]:.3g}, those of {most} by {factors[most]:.3g}: clip all by the same factor, in one call of nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
     return not F.cosine_similarity(a.double(), b.double(), dim=0).item() >= 1 - 1e-4  # nan is unlike everything
 
 
@@ -385,7 +424,23 @@ def is_inside(row: Tensor, tokens: Any) -> bool:
 
 def explain_batches(steps: list[Step], train: Any, val: Any) -> str | None:
     for i, step in enumerate(steps):
+def explain_repeats(steps: list[Step]) -> str | None:
+    """Returns which batches are the same although each should be a new one."""
+    before: list[Tensor] = []
+    for i, step in enumerate(steps):
+        now = [x for x, _ in step.batches]
+        for a, b in zip(now, now[1:], strict=False):
+            if torch.equal(a, b):
+                return f"two micro-batches of step {i} are the same: draw a new one for each"
+        if any(torch.equal(a, b) for a, b in zip(before, now, strict=False)):
+            return f"steps {i - 1} and {i} train on the same batch: draw a new one in each step (is a seed set again, the loader made again, or the batch drawn before the loop?)"
+        before = now
+    return None
+
+
         for x, y in step.batches:
+    if wrong := explain_repeats(steps):
+        return wrong
             for row in torch.cat((x, y[:, -1:]), dim=1):
                 if not is_inside(row, train):
                     where = "the held-out text" if is_inside(row, val) else "neither part of the text"
@@ -395,6 +450,40 @@ def explain_batches(steps: list[Step], train: Any, val: Any) -> str | None:
 
 # -----------------------------------------------------------------------------
 # Steps 3 to 6: the model
+def explain_training(m: Any, watch: Watch, train: Any, val: Any, said: str) -> str | None:
+    """Returns what is wrong with a run of four steps; `said` is what the check has set for it."""
+    for name, rate in {
+        "LR": 3e-3 if hasattr(m.GPTConfig, "block_size") else 1e-2,
+        "MAX_LR": 3e-3,
+        "MIN_LR": 3e-4,
+    }.items():
+        if not math.isclose(found := getattr(m, name, rate), rate):
+            return f"{name} is {found:g}; the lesson has {rate:g}"
+    clips = hasattr(m, "WARMUP_STEPS")
+    for i, step in enumerate(watch.steps):
+        if not isinstance(step.optimizer, torch.optim.AdamW):
+            return f"the optimizer is {type(step.optimizer).__name__}; it should be AdamW"
+        for group in step.groups if clips else []:
+            right = {"betas": (0.9, 0.95)} | (
+                {"weight_decay": 0.1} if any(p.dim() > 1 for p in group["params"]) else {}
+            )
+            for name, value in right.items():
+                if group[name] != value:
+                    return f"the optimizer of step {i} has {name} {group[name]}; the lesson has {value}"
+    if wrong := explain_steps(watch.steps, 4, clips, said) or explain_batches(watch.steps, train, val):
+        return wrong
+    for i, step in enumerate(watch.steps):
+        rates = [m.get_lr(i) if hasattr(m, "get_lr") else m.LR for i in range(5)]
+        if wrong := max(abs(lr - rates[i]) for lr in step.rates) > rates[i] / 1000:
+            found = max(step.rates)
+            hint = next(
+                (f". That is the rate of step {j}" for j in (i + 1, i - 1, 0) if abs(found - rates[j]) < found / 1000),
+                "",
+            )
+            return f"step {i} has the learning rate {found:.6g}, not {rates[i]:.6g}{hint}{said}"
+    return None
+
+
 
 
 @fact("a batch has a target for each token: the next one", 3, 8)
@@ -1074,12 +1163,8 @@ def main_trains(m: Any) -> str | None:
             train, val = m.load_tokens(m.make_tokenizer()) if hasattr(m, "make_tokenizer") else m.load_tokens()
         held_out = m.DataLoaderLite([val], m.B, m.T) if hasattr(m, "DataLoaderLite") else val
         expected = m.validation_loss(watch.model.eval(), held_out)
-    if wrong := explain_steps(watch.steps, 4, hasattr(m, "WARMUP_STEPS")) or explain_batches(watch.steps, train, val):
+    if wrong := explain_training(m, watch, train, val, words_for(constants)):
         return f"in main(), {wrong}"
-    for step, found in enumerate(watch.steps):
-        rate = m.get_lr(step) if hasattr(m, "get_lr") else m.LR
-        if max(abs(lr - rate) for lr in found.rates) > rate / 1000:
-            return f"in main(), step {step} has the learning rate {max(found.rates):.6g}, not {rate:.6g}"
     if not any(abs(float(number) - expected) < 2e-3 for number in re.findall(r"\d+\.\d{3,}", printed.getvalue())):
         return f"main() does not print {expected:.4f}, the loss of its model on the held-out text after the last step"
     return None
@@ -1119,7 +1204,7 @@ def frequencies(m: Any) -> str | None:
         if wrong := expect(
             "the frequency of a token of the top 3", (new == token).float().mean().item(), p.item(), 0.04
         ):
-            return wrong
+            return f'{wrong}. Does each group of optimizer.param_groups get group["lr"] = lr?'
     return None
 
 
@@ -1182,6 +1267,7 @@ def fast_is_the_same(m: Any) -> str | None:
             if "32" not in name:
                 return wrong
             first = plain(x[:6], y[:6])[1].item()  # 96 of 128 rows
+    torch.manual_seed(SEED)
             if min(abs(found - first), abs(found - first * 96 / 128)) < 1e-3:
                 return f"{wrong}. The last chunk is left out"
             return f"{wrong}. A mean of the chunks' means counts a smaller chunk too much: add sums, and divide once"
@@ -1190,6 +1276,8 @@ def fast_is_the_same(m: Any) -> str | None:
     return None
 
 
+        if torch.initial_seed() == SEED:
+            return "main() sets no seed, so no two runs are the same: it begins with torch.manual_seed(1337)"
 @fact("with chunks, the gradients are the same", 11, 11)
 def fast_gradients(m: Any) -> str | None:
     x, y = random_rows(8, 16)
@@ -1235,7 +1323,9 @@ def accumulation(m: Any) -> str | None:
             with Watch(m) as watch:
                 returned = [number(m.train_step(model, optimizer, loader, 0.01)) for _ in range(2)]
             case = f"in a step of {4 // B} micro-batch{'' if B == 4 else 'es'}"
-            if wrong := explain_steps(watch.steps, 2, True):
+            if B < 4 and len(watch.steps) == 2 * loader.grad_accum:
+                return f"{case}, optimizer.step() is called for each of them: once, after the last one"
+            if wrong := explain_steps(watch.steps, 2, True) or explain_repeats(watch.steps):
                 hint = " Or is it called for each micro-batch?" if "does zero_grad()" in wrong and B < 4 else ""
                 return f"{case}, {wrong}{hint}"
             for i, step in enumerate(watch.steps):
@@ -1270,16 +1360,14 @@ def rate_of_accumulation(m: Any) -> str | None:
 
 @fact("train() trains on the training text, one step for each fresh gradient, at the rate of its step", 12)
 def train_trains(m: Any) -> str | None:
-    m = shortened(m, MAX_STEPS=4, WARMUP_STEPS=2, **({"OUT": m.OUT / "watched"} if hasattr(m, "OUT") else {}))
+    constants = {"MAX_STEPS": 4, "WARMUP_STEPS": 2}
+    m = shortened(m, **constants, **({"OUT": m.OUT / "watched"} if hasattr(m, "OUT") else {}))
     with Watch(m) as watch:
         losses = m.train()
     train, val = (np.concatenate(m.open_shards(split)) for split in ("train", "val"))
-    if wrong := explain_steps(watch.steps, 4, True) or explain_batches(watch.steps, train, val):
+    if wrong := explain_training(m, watch, train, val, words_for(constants)):
         return f"in train(), {wrong}"
     for step, found in enumerate(watch.steps):
-        rate = m.get_lr(step)
-        if max(abs(lr - rate) for lr in found.rates) > rate / 1000:
-            return f"in train(), step {step} has the learning rate {max(found.rates):.6g}, not {rate:.6g}"
         if wrong := expect(f"the loss of step {step} that train() returns", losses[step], found.loss, 1e-3):
             return wrong
     return None
@@ -1597,3 +1685,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+def words_for(constants: dict[str, int]) -> str:
+    return f" (the check has set {' and '.join(f'{name} = {value}' for name, value in constants.items())})"
+
+
