@@ -508,15 +508,17 @@ def parameters(m: Any) -> str | None:
     found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     C, V, right = 32, 257, {"wte.weight": (257, 32), "lm_head.weight": (257, 32)}
     linear = {"attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if (first := names.setdefault(id(p), name)) != name and {first, name} != {"wte.weight", "lm_head.weight"}:
+            return f"{first} and {name} are one parameter, since one module is used twice: each place needs its own"
     if hasattr(model, "wpe"):
         right["wpe.weight"] = (16, C)
     if hasattr(model, "h"):
-        for layer, block in enumerate(model.h):
+        for layer in range(len(model.h)):
             named = {**linear, "ln_1": (C,), "ln_2": (C,)}
             right |= {f"h.{layer}.{name}.weight": shape for name, shape in named.items()}
             right |= {f"h.{layer}.{name}.bias": shape[:1] for name, shape in named.items()}
-            if block is model.h[0] and layer:
-                return "blocks share their parameters: each needs its own"
         if len(model.h) != 2:
             return f"with n_layer=2 there are {len(model.h)} blocks"
         right |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
@@ -541,6 +543,45 @@ def parameters(m: Any) -> str | None:
 
 @fact("changing the future leaves the past unchanged", 4)
 def causal(m: Any) -> str | None:
+@fact("a row may be shorter than block_size, and gives the same logits each time", 3)
+def rows_of_any_length(m: Any) -> str | None:
+    for T in (16, 10):
+        x = random_rows(3, T)[0]
+        if wrong := explain_constants(m, x):
+            return wrong
+        model = small_gpt(m)
+        with torch.no_grad():
+            for words in ("also after model.eval()", "in training"):
+                if not torch.allclose(model(x)[0], model(x)[0], equal_nan=True):
+                    return f"two calls with the same rows have different logits, {words}: there is dropout or another random number in forward. The lesson's GPT has none: leave it out"
+                model.train()
+    return None
+
+
+def explain_constants(m: Any, x: Tensor) -> str | None:
+    """Returns what is wrong if forward fails, but not if the module's constants T or B are the sizes of this batch."""
+    B, T = x.shape
+    try:
+        small_gpt(m)(x)
+        return None
+    except (RuntimeError, IndexError) as error:
+        is_index = isinstance(error, IndexError)
+        sizes = {name: size for name, size in {"T": T, "B": B}.items() if getattr(m, name, size) != size}
+        for names in (["T"], ["B"], ["T", "B"]):
+            if sizes.keys() >= {*names}:
+                with contextlib.suppress(RuntimeError, IndexError):
+                    with mock.patch.multiple(m, **{name: sizes[name] for name in names}):
+                        small_gpt(m)(x)
+                    meant = {"T": f"T is the row's length, {T}", "B": f"B is the number of rows, {B}"}
+                    constants = " and ".join(str(getattr(m, name)) for name in names)
+                    return f"in forward, {' and '.join(meant[name] for name in names)}; here it is the module's constant, {constants}: take both from a tensor's shape"
+        if T < 16:
+            return f"forward fails with rows of {T} tokens, but not with 16, which is block_size: use the row's own length ({str(error).splitlines()[0]})"
+        if is_index and hasattr(m.GPTConfig, "block_size"):
+            return "an embedding gets a number for which it has no row: wte gets the tokens, and wpe the positions, torch.arange(T)"
+        raise
+
+
     model, x = small_gpt(m), random_rows(1)[0]
     changed = x.clone()
     changed[0, 8] += 1 if x[0, 8] < 256 else -1
@@ -585,10 +626,21 @@ def loss_of_logits(m: Any) -> str | None:
         logits, loss = model(x)[0], number(model(x, y)[1])
     if logits.shape != (4, 16, 257):
         return f"the logits of 4 rows of 16 tokens have the shape {tuple(logits.shape)}, not (4, 16, 257)"
-    each = [-math.log(torch.softmax(logits[b, t], 0)[y[b, t]]) for b in range(4) for t in range(16)]
-    return expect(
-        "the loss of a batch", loss, sum(each) / len(each), 1e-3, "the mean of -ln softmax(logits)[target] is"
-    )
+    each = F.cross_entropy(logits.mT, y, reduction="none")
+    wrong = expect("the loss of a batch", loss, each.mean().item(), 1e-3, "the mean of -ln softmax(logits)[target] is")
+    mistakes = {
+        "it is the sum: take the mean": each.sum(),
+        "it is the sum over the positions: take the mean": each.sum(dim=1).mean(),
+        "the targets are shifted a second time: they are the next tokens already": F.cross_entropy(
+            logits[:, :-1].mT, y[:, 1:]
+        ),
+        "only the last position counts: take the mean over all of them": each[:, -1].mean(),
+        "the softmax is applied twice: cross_entropy has one": F.cross_entropy(logits.softmax(dim=-1).mT, y),
+        "the targets are the inputs": F.cross_entropy(logits.mT, x),
+        "the targets are in another order than the logits": F.cross_entropy(logits.flatten(0, 1), y.T.flatten()),
+    }
+    hint = next((words for words, other in mistakes.items() if abs(loss - other.item()) < 1e-3), "")
+    return f"{wrong}. {hint[:1].upper()}{hint[1:]}" if wrong and hint else wrong
 
 
 @fact("the validation loss is the mean over the rows of T + 1 tokens at 0, T, 2T, ...", 3, 8)
@@ -621,21 +673,35 @@ def validation_of_rows(m: Any) -> str | None:
 @fact("the model continues a text by sampling from its last logits", 3, 10)
 def samples(m: Any) -> str | None:
     model, idx = small_gpt(m), random_rows(T=30)[0]
-    scale, options = 1000.0, (1.0, None) if hasattr(m, "next_token_probs") else ()
+    options = (1.0, None) if hasattr(m, "next_token_probs") else ()
     with torch.no_grad():
-        model.lm_head.weight *= scale  # so that one token has all the probability
+        model.wte.weight *= 10  # so that the likeliest token depends on the tokens more than on their places
+        model.lm_head.weight *= 1000  # so that it has all the probability
         new = model.generate(idx, 1, *options)
-        expected = model(idx[:, -16:])[0][:, -1].argmax(-1)
+        logits = model(idx[:, -16:])[0]
+        expected = logits[:, -1].argmax(-1)
         if new.shape != (4, 31) or not torch.equal(new[:, :-1], idx):
             return f"generate continues rows of 30 tokens by one and returns {tuple(new.shape)}: it should return them with the new one at the end"
         if torch.equal(new[:, -1], expected[:1].expand(4)) and not torch.equal(new[:, -1], expected):
             return f"the likeliest tokens of four rows are {expected.tolist()}, but all get that of the first: does each row draw from its own logits?"
         if not torch.equal(new[:, -1], expected):
             return f"the likeliest tokens are {expected.tolist()}, the new ones {new[:, -1].tolist()}: do they come from the logits of the last position, and does the softmax add up to 1 for each row (dim=-1)?"
-        model.lm_head.weight /= 10 * scale
+        model = small_gpt(m)
+        model.lm_head.weight /= 10
         logits = model(idx[:1, -16:])[0][0, -1]
         probs = torch.softmax(logits, dim=-1).topk(2)
         new = model.generate(idx[:1].expand(2000, -1), 1, *options)[:, -1]
+        mistakes = {
+            "the context is cut to its first tokens: the last block_size of them are idx[:, -block_size:]": model(
+                idx[:, :16]
+            )[0][:, -1],
+            "they come from the logits of the first position: the last one is logits[:, -1]": logits[:, 0],
+            "they come from the logits of the last position but one": logits[:, -2],
+            "they are the least likely: is there a minus, or an argmin?": -logits[:, -1],
+        }
+        for words, other in mistakes.items():
+            if not torch.equal(new[:, -1], expected) and torch.equal(new[:, -1], other.argmax(-1)):
+                return f"the new tokens are not those that have nearly all the probability: {words}"
     return explain_frequencies(dict(zip(probs.indices.tolist(), probs.values.tolist(), strict=True)), new)
 
 
@@ -651,14 +717,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, divisor: float, mask: str, dim: int)
         "none": torch.zeros(T, T),
         "past": torch.ones(T, T).tril(-1),
         "late": torch.ones(T, T).triu(2),
-        "zero": torch.ones(T, T).triu(1),
-    }[mask]
+    }.get(mask, torch.ones(T, T).triu(1))
+    if mask == "after":
+        return F.softmax(scores, dim).masked_fill(hidden.bool(), 0.0) @ v
     return F.softmax(scores.masked_fill(hidden.bool(), 0.0 if mask == "zero" else -math.inf), dim) @ v
 
 
 def explain_attention(attention: Any, n_head: int) -> str | None:
     """Compares attention with the formula, and names the place where it differs."""
-    B, T, C = 2, 16, 32
+    B, T, C = 2, 12, 32
     x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(3))
     hs, has_proj = C // n_head, hasattr(attention, "c_proj")
     words = "sqrt(C)" if n_head == 1 else "sqrt(C // n_head)"
@@ -691,9 +758,7 @@ def explain_attention(attention: Any, n_head: int) -> str | None:
     }
     divisors = {
         "": right_divisor,
-        f"the scores are divided by sqrt(T); they should be divided by {words} = {right_divisor:.3g}": math.sqrt(
-            T + 1e-9
-        ),
+        f"the scores are divided by sqrt(T); they should be divided by {words} = {right_divisor:.3g}": math.sqrt(T),
         f"the scores are not divided; they should be divided by {words} = {right_divisor:.3g}": 1.0,
         f"the scores are divided by sqrt(C) = {math.sqrt(C):.3g}; they should be divided by {words} = {right_divisor:.3g}": math.sqrt(
             C
@@ -708,17 +773,24 @@ def explain_attention(attention: Any, n_head: int) -> str | None:
         "nothing is masked": "none",
         "the mask hides the past instead of the future: triu, not tril": "past",
         "the mask begins one column too late: triu(1)": "late",
+        f"the scores are divided by sqrt(n_head); they should be divided by {words} = {right_divisor:.3g}": math.sqrt(
+            n_head
+        ),
         "masked scores are 0 before the softmax, and e^0 is 1; they should be -inf": "zero",
     }
     dims = {"": -1, "the softmax is over the rows of the scores: dim=-1": -2}
     projects: dict[str, bool] = {"": True} | ({"c_proj is not applied": False} if has_proj else {})
 
     with torch.no_grad():
-        parts = attention.c_attn(x).split(C, dim=2)
+        found, parts = attention(x), attention.c_attn(x).split(C, dim=2)
+        "the mask comes after the softmax, so the weights do not add up to 1; it comes before, with -inf": "after",
+
+        def heads(split: str, order: str, divisor: str, mask: str, dim: str) -> Tensor:
+            q, k, v = (splits[split](parts[i]) for i in orders[order])
+            return attend(q, k, v, divisors[divisor], masks[mask], dims[dim])
 
         def compute(split: str, join: str, order: str, divisor: str, mask: str, dim: str, project: str) -> Tensor:
-            q, k, v = (splits[split](parts[i]) for i in orders[order])
-            y = joins[join](attend(q, k, v, divisors[divisor], masks[mask], dims[dim]))
+            y = joins[join](heads(split, order, divisor, mask, dim))
             return attention.c_proj(y) if has_proj and projects[project] else y
 
         # combinations with the fewest mistakes come first
@@ -727,10 +799,18 @@ def explain_attention(attention: Any, n_head: int) -> str | None:
         mistakes = {
             "; ".join(filter(None, choice)): lambda choice=choice: compute(*choice)
             for choice in combinations
+        def only_in(head: int, order: str, divisor: str, mask: str, dim: str) -> Tensor:
+            y = heads("", "", "", "", "")
+            y[:, head] = heads("", order, divisor, mask, dim)[:, head]
+            return attention.c_proj(joins[""](y)) if has_proj else joins[""](y)
+
             if 0 < sum(map(bool, choice)) <= 2
         }
-        right = compute("", "", "", "", "", "", "")
-        return explain_difference("attention", attention(x), right, mistakes)
+        for head, options in product(range(n_head) if n_head > 1 else (), (orders, divisors, masks, dims)):
+            for words in filter(None, options):
+                choice = [words if other is options else "" for other in (orders, divisors, masks, dims)]
+                mistakes[f"in head {head} only, {words}"] = lambda head=head, choice=choice: only_in(head, *choice)
+        return explain_difference("attention", found, compute("", "", "", "", "", "", ""), mistakes)
 
 
 def explain_attention_of(m: Any, model: Any) -> str | None:
@@ -753,6 +833,33 @@ def mlp_of_gpt2(m: Any) -> str | None:
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(3))
 
     def compute(activation: Callable[[Tensor], Tensor]) -> Tensor:
+@fact("a norm subtracts the mean and divides by sqrt(variance + 1e-5), before its gain and bias", 5)
+def norms(m: Any) -> str | None:
+    model = small_gpt(m)
+    x = 0.01 * torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(3))  # small, so that eps is visible
+    for name, norm in (("ln_1", model.h[0].ln_1), ("ln_2", model.h[0].ln_2), ("ln_f", model.ln_f)):
+
+        def compute(eps: float = 1e-5, norm: Any = norm) -> Tensor:
+            return F.layer_norm(x, (32,), norm.weight, norm.bias, eps)
+
+        with torch.no_grad():
+            mistakes = {
+                f"its eps is {eps:g}; GPT-2's is 1e-5, which nn.LayerNorm(C) has by itself": lambda eps=eps: compute(
+                    eps
+                )
+                for eps in (getattr(norm, "eps", 1e-3), 1e-3, 1e-4, 1e-6, 1e-8)
+            }
+            mistakes["the mean is not subtracted"] = lambda norm=norm: (
+                F.rms_norm(x, (32,), norm.weight, 1e-5) + norm.bias
+            )
+            mistakes["the variance is divided by C - 1; it should be by C"] = lambda norm=norm: (
+                (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+            )
+            if wrong := explain_difference(name, norm(x), compute(), mistakes, 1e-3):
+                return wrong
+    return None
+
+
         return mlp.c_proj(activation(mlp.c_fc(x)))
 
     with torch.no_grad():
@@ -827,61 +934,68 @@ def model_of_pairs(m: Any) -> str | None:
 
 def explain_model(model: Any) -> str | None:
     """Compares the logits with those of the model's own parts, and names what is missing or too much."""
-    idx = random_rows()[0]
-    T = idx.size(1)
-
-    def embed(positions: Tensor | None = None) -> Tensor:
-        if not hasattr(model, "wpe"):
-            return model.wte(idx)
-        return model.wte(idx) + model.wpe(torch.arange(T) if positions is None else positions)
-
-    def through(blocks: Any, x: Tensor) -> Tensor:
-        for block in blocks:
-            x = block(x)
-        return x
-
     with torch.no_grad():
-        found, head = model(idx)[0], model.lm_head
-        if not hasattr(model, "h"):
-            attn = getattr(model, "attn", lambda x: x)
-            mistakes = {
-                "there is a residual around attention; it comes in step 5, and is measured there": lambda: head(
-                    embed() + attn(embed())
-                ),
-                "attention is not applied": lambda: head(embed()),
-                "wte is not added to wpe": lambda: head(attn(model.wpe(torch.arange(T)).expand(4, -1, -1))),
-                "the position embeddings are missing": lambda: head(attn(model.wte(idx))),
-                "forward applies the softmax: logits come before it": lambda: head(attn(embed())).softmax(dim=-1),
-            }
-            return explain_difference("the result of forward", found, head(attn(embed())), mistakes, 1e-3)
+        return explain_rows(model, 16, "the result of forward") or explain_rows(
+            model, 10, "the result of forward for rows of 10 tokens, with a block_size of 16,"
+        )
+
+
+def explain_rows(model: Any, T: int, what: str) -> str | None:
+    idx, at = random_rows(T=T)[0], torch.arange(T)
+    found, head, tokens = model(idx)[0], model.lm_head, model.wte(idx)
+    body: Callable[[Tensor], Tensor] = getattr(model, "attn", lambda x: x)
+    if hasattr(model, "h"):
         ln_f, h = model.ln_f, model.h
-        mistakes = {
-            "ln_f is missing: after the last block comes ln_f, and then lm_head": lambda: head(through(h, embed())),
-            "ln_f comes before the blocks; it belongs after the last one": lambda: head(through(h, ln_f(embed()))),
-            "ln_f comes in each block": lambda: head(ln_f(h[1](ln_f(h[0](embed()))))),
-            "the position embeddings are missing": lambda: head(ln_f(through(h, model.wte(idx)))),
-            "the token embeddings are missing": lambda: head(
-                ln_f(through(h, model.wpe(torch.arange(T)).expand(4, -1, -1)))
-            ),
-            "positions begin at 1; the first token is at 0": lambda: head(
-                ln_f(through(h, embed((torch.arange(T) + 1) % T)))
-            ),
-            "positions count backwards": lambda: head(ln_f(through(h, embed(torch.arange(T).flip(0))))),
-            "only the first block is applied": lambda: head(ln_f(h[0](embed()))),
-            "only the last block is applied": lambda: head(ln_f(h[-1](embed()))),
-            "no block is applied": lambda: head(ln_f(embed())),
-            "blocks are applied in reverse": lambda: head(ln_f(through(reversed(h), embed()))),
-            "the first block is applied again and again": lambda: head(ln_f(through([h[0], h[0]], embed()))),
-            "there is a residual around each block, x + block(x); it is inside already": lambda: head(
-                ln_f(through([lambda x: x + h[0](x), lambda x: x + h[1](x)], embed()))
-            ),
-            "the embedding is added again after the blocks": lambda: head(ln_f(embed() + through(h, embed()))),
-            "the embeddings are multiplied by sqrt(C)": lambda: head(
-                ln_f(through(h, model.wte(idx) * math.sqrt(32) + model.wpe(torch.arange(T))))
-            ),
-            "forward applies the softmax: logits come before it": lambda: head(ln_f(through(h, embed()))).softmax(-1),
+
+        def body(x: Tensor) -> Tensor:
+            return ln_f(through(h, x))
+
+    embeddings, right = {}, tokens
+    if hasattr(model, "wpe"):
+        wpe = model.wpe
+        right = tokens + wpe(at)
+        embeddings = {
+            "the position embeddings are missing": tokens,
+            "the token embeddings are missing": wpe(at).expand_as(tokens),
+            "the position embeddings are added twice": right + wpe(at),
+            "the token embeddings are added twice": right + tokens,
+            "positions begin at 1; the first token is at 0": tokens + wpe((at + 1) % 16),
+            "positions count backwards": tokens + wpe(at.flip(0)),
+            "positions are aligned to the right; the first token is at 0, however short the row": tokens
+            + wpe(at + 16 - T),
+            "the embeddings are multiplied by sqrt(C)": tokens * math.sqrt(32) + wpe(at),
         }
-        return explain_difference("the result of forward", found, head(ln_f(through(h, embed()))), mistakes, 1e-3)
+    mistakes = {words: lambda x=x: head(body(x)) for words, x in embeddings.items()}
+    mistakes["forward applies the softmax: logits come before it"] = lambda: head(body(right)).softmax(dim=-1)
+    if hasattr(model, "h"):
+        mistakes |= {
+            "ln_f is missing: after the last block comes ln_f, and then lm_head": lambda: head(through(h, right)),
+            "ln_f comes before the blocks; it belongs after the last one": lambda: head(through(h, ln_f(right))),
+            "ln_f comes in each block": lambda: head(ln_f(h[1](ln_f(h[0](right))))),
+            "only the first block is applied": lambda: head(ln_f(h[0](right))),
+            "only the last block is applied": lambda: head(ln_f(h[-1](right))),
+            "no block is applied": lambda: head(ln_f(right)),
+            "blocks are applied in reverse": lambda: head(ln_f(through(reversed(h), right))),
+            "the first block is applied again and again": lambda: head(ln_f(through([h[0], h[0]], right))),
+            "there is a residual around each block, x + block(x); it is inside already": lambda: head(
+                ln_f(through([lambda x: x + h[0](x), lambda x: x + h[1](x)], right))
+            ),
+            "the embedding is added again after the blocks": lambda: head(ln_f(right + through(h, right))),
+        }
+    else:
+        mistakes |= {
+            "there is a residual around attention; it comes in step 5, and is measured there": lambda: head(
+                right + body(right)
+            ),
+            "attention is not applied": lambda: head(right),
+        }
+    return explain_difference(what, found, head(body(right)), mistakes, 1e-3)
+
+
+def through(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
 
 
 @fact("with the same weights, the logits are those of transformers' GPT-2", 5, 5)
