@@ -111,6 +111,8 @@ def random_rows(B: int = 4, T: int = 16, V: int = 257, seed: int = 2) -> tuple[T
 def tokens_are_bytes(m: Any) -> str | None:
     train, val = m.load_tokens()
     expected = b"".join(b"\0" + text.encode() for text in topics.values())
+    if is_inside(val, train):
+        return "load_tokens returns a held-out part that is also in the text to train on: tokens[:n] and tokens[n:]"
     if len(train) + len(val) != len(expected):
         return f"load_tokens returns {len(train) + len(val):,} tokens; with one for each document there are {len(expected):,}"
     if bytes(t % 256 for t in [*train.tolist(), *val.tolist()]) != expected or train[0] != 256:
@@ -662,8 +664,12 @@ def validation_of_rows(m: Any) -> str | None:
     with mock.patch.object(m.GPT, "forward", recorded):
         found = m.validation_loss(model, tokens)
     starts = torch.cat(seen)[:, 0].tolist() if seen else []
-    if starts != (right := [*range(0, count * m.T, m.T)]):
-        return f"of {len(tokens)} tokens the rows begin at {starts[:4]} ...; with T = {m.T} they begin at {right[:4]} ..., and there are {count}"
+    right = [*range(0, count * m.T, m.T)]
+    for i, (start, expected_start) in enumerate(zip(starts, right, strict=False)):
+        if start != expected_start:
+            return f"of {len(tokens)} tokens row {i} begins at {start}; with T = {m.T} it begins at {expected_start}"
+    if len(starts) != count:
+        return f"of {len(tokens)} tokens {len(starts)} rows are measured; with T = {m.T} there are {count}, all of which count, whatever the size of a batch"
     with torch.no_grad():
         rows = [tokens[i : i + m.T + 1] for i in right]
         expected = sum(model(row[None, :-1], row[None, 1:])[1].item() for row in rows) / len(rows)
@@ -1050,6 +1056,8 @@ def initial_weights(m: Any) -> str | None:
             wrong = expect(f"the standard deviation of {name}", p.std().item(), 0.02, 1e-3)
         if p.dim() >= 2 and not wrong:
             wrong = expect(f"the mean of {name}", p.mean().item(), 0, 1e-3)
+            if not wrong and p.abs().max() < 3 * p.std():
+                wrong = f"{name} has no element beyond three standard deviations, where one of 370 should be: is it uniform, or truncated?"
         if wrong:
             return wrong
     return None
@@ -1753,6 +1761,8 @@ HINTS = {
 }
 
 
+    "stack expects each tensor to be equal size": ". Does a row begin so near the end that it is short? The last place is len(tokens) - T - 1",
+    "does not require grad and does not have a grad_fn": ". Is the forward pass of a step under torch.no_grad()?",
 def call(function: Callable[..., T], path: Path, *args: Any) -> tuple[T | None, str | None]:
     """Returns the function's result, or what went wrong in it; the reader's file may print."""
     try:
