@@ -67,15 +67,15 @@ def explain_difference(
     """Returns None if `found` is right; otherwise the mistake that would give it, or how far it is off."""
     if found.shape != right.shape:
         return f"{what} has the shape {tuple(found.shape)}, not {tuple(right.shape)}"
-    if found.isnan().any():
-        return f"{what} is nan. Does the mask hide every token from the first one, itself included?"
     if (found - right).abs().max() <= tolerance:
         return None
     for words, result in mistakes.items():
         with contextlib.suppress(RuntimeError):  # shapes that do not fit
             other = result()
-            if other.shape == found.shape and torch.allclose(found, other, rtol=0, atol=tolerance):
+            if other.shape == found.shape and torch.allclose(found, other, rtol=0, atol=tolerance, equal_nan=True):
                 return f"{what} is wrong: {words}"
+    if found.isnan().any():
+        return f"{what} is nan. Does the mask hide every token from the first one, itself included?"
     return f"{what} is wrong, by up to {(found - right).abs().max():.4g}, and like no mistake that this check knows"
 
 
@@ -339,7 +339,7 @@ class Watch:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.model is None:
             return
-        parameters = list(self.model.parameters())
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         zero = torch.cat([torch.zeros(p.numel()) for p in parameters])
         found = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters])
         expected, clipped_each, losses, self.recording = zero, zero, [], False
@@ -368,12 +368,14 @@ def explain_steps(steps: list[Step], expected_steps: int, clips: bool, said: str
             return "a new model is made in each step, so nothing is learned: make it once, before the loop"
         if i and (step.optimizer is not steps[i - 1].optimizer or not step.averages):
             return "a new optimizer is made in each step, so its averages are lost: make it once, before the loop"
+        if frozen := [name for name, p in step.model.named_parameters() if not p.requires_grad]:
+            return f"{frozen[0]} gets no gradient, since its requires_grad is False: it would never change"
         if left_out := parameters_without(step.optimizer, step.model):
             if len(left_out) == len([*step.model.parameters()]):
                 return "the optimizer has the weights of another model: make it after the model, from its parameters"
             return f"the optimizer does not have {left_out[0]}: it would never change"
         if not step.found.any():
-            return f"optimizer.step() finds no gradient in step {i}: is it called after backward(), and zero_grad() not between them?"
+            return f"optimizer.step() finds no gradient in step {i}: does backward() come before it, from the loss that forward returns, and zero_grad() not between them?"
         before = steps[i - 1].found if i else torch.zeros_like(step.found)
         if unlike(step.found, step.expected):
             if i and not unlike(step.found, step.expected + before):
@@ -386,7 +388,9 @@ def explain_steps(steps: list[Step], expected_steps: int, clips: bool, said: str
                 return f"in step {i} {wrong}"
             return f"the gradient that optimizer.step() finds in step {i} is not that of its batch: does zero_grad() come before backward(), and is backward() called once for each loss?"
         size, right = step.found.norm().item(), step.expected.norm().item()
-        if clips and right > 1 and abs(size - 1) > 1e-2:
+        if clips and right > 1 and size < 1 - 1e-2:
+            return f"when optimizer.step() is called, the norm of the gradients is {size:.4g}, not 1: are they clipped at another norm, or is the mean loss divided once more?"
+        if clips and right > 1 and size > 1 + 1e-2:
             return f"when optimizer.step() is called, the norm of the gradients is {size:.4g}: clip them to 1 between backward() and step()"
         if (not clips or right < 1) and abs(size - right) > 1e-2 * right:
             return f"the gradient of step {i} is {size / right:.3g} times as large as that of the mean loss"
@@ -445,6 +449,8 @@ def explain_batches(steps: list[Step], train: Any, val: Any) -> str | None:
         for x, y in step.batches:
             for row in torch.cat((x, y[:, -1:]), dim=1):
                 if not is_inside(row, train):
+                    if is_inside(row[:-1], train) and not is_inside(row, val):
+                        return f"step {i} trains on a row whose targets are not the tokens that follow it"
                     where = "the held-out text" if is_inside(row, val) else "neither part of the text"
                     return f"step {i} trains on a row that is from {where}"
     return None
@@ -483,7 +489,8 @@ def explain_training(m: Any, watch: Watch, train: Any, val: Any, said: str) -> s
 
 @fact("a batch has a target for each token: the next one", 3, 8)
 def targets_follow(m: Any) -> str | None:
-    x, y = m.get_batch(torch.arange(1000))
+    text = torch.arange(4 * m.B * m.T)
+    x, y = m.get_batch(text)
     if x.shape != (m.B, m.T) or y.shape != (m.B, m.T):
         return f"a batch has tokens {tuple(x.shape)} and targets {tuple(y.shape)}; both should be {(m.B, m.T)}"
     for token, target in zip(x.flatten().tolist(), y.flatten().tolist(), strict=True):
@@ -491,6 +498,10 @@ def targets_follow(m: Any) -> str | None:
             return f"in the text 0, 1, 2, ... the target of {token} is {target}; it should be {token + 1}"
     if len(set(x[:, 0].tolist())) == 1:
         return "all rows of a batch begin at the same place"
+    if torch.equal(x, m.get_batch(text)[0]):
+        return "get_batch returns the same batch in each call: draw new places each time, and set no seed there"
+    if not (x[:, 0] % m.T).any():
+        return f"all rows begin at multiples of T = {m.T}: a row may begin at any place"
     starts = torch.cat([m.get_batch(torch.arange(m.T + 3))[0][:, 0] for _ in range(20)])
     if starts.max() < 2:
         return f"in a text of {m.T + 3} tokens a row can begin at 0, 1 and 2; none of {len(starts)} begins at 2"
@@ -583,7 +594,7 @@ def causal(m: Any) -> str | None:
     with torch.no_grad():
         before, after = model(x)[0], model(changed)[0]
     if before.isnan().any():
-        return "logits are nan: in some row the mask hides every token. Look at the diagonal"
+        return f"logits are nan: {explain_attention_of(m, model) or 'is there a division by 0?'}"
     moved = (before - after).abs().amax(dim=(0, 2)) > 1e-5
     if moved[:8].any():
         if cause := explain_attention_of(m, model):
@@ -666,7 +677,13 @@ def validation_of_rows(m: Any) -> str | None:
     with torch.no_grad():
         rows = [tokens[i : i + m.T + 1] for i in right]
         expected = sum(model(row[None, :-1], row[None, 1:])[1].item() for row in rows) / len(rows)
-    return expect("the validation loss", found, expected, 1e-3, "one row at a time it is")
+    wrong = expect("the validation loss", found, expected, 1e-3, "one row at a time it is")
+    others = {
+        "That is the sum: take the mean": expected * count,
+        "That is in bits: a loss is in nats": expected / math.log(2),
+    }
+    hint = next((f". {words}" for words, other in others.items() if abs(found - other) < 1e-3), "")
+    return f"{wrong}{hint}" if wrong else None
 
 
 @fact("the model continues a text by sampling from its last logits", 3, 10)
@@ -716,6 +733,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, divisor: float, mask: str, dim: int)
         "none": torch.zeros(T, T),
         "past": torch.ones(T, T).tril(-1),
         "late": torch.ones(T, T).triu(2),
+        "itself": torch.ones(T, T).triu(),
     }.get(mask, torch.ones(T, T).triu(1))
     if mask == "after":
         return F.softmax(scores, dim).masked_fill(hidden.bool(), 0.0) @ v
@@ -775,10 +793,16 @@ def explain_attention(attention: Any, n_head: int) -> str | None:
         "nothing is masked": "none",
         "the mask hides the past instead of the future: triu, not tril": "past",
         "the mask begins one column too late: triu(1)": "late",
+        "the mask hides each token from itself, and the first one has no other: triu(1)": "itself",
         "masked scores are 0 before the softmax, and e^0 is 1; they should be -inf": "zero",
         "the mask comes after the softmax, so the weights do not add up to 1; it comes before, with -inf": "after",
     }
-    dims = {"": -1, "the softmax is over the rows of the scores: dim=-1": -2}
+    dims = {
+        "": -1,
+        "the softmax is over the rows of the scores: dim=-1": -2,
+        "the softmax is over the heads: dim=-1": 1,
+        "the softmax is over the rows of the batch: dim=-1": 0,
+    }
     projects: dict[str, bool] = {"": True} | ({"c_proj is not applied": False} if has_proj else {})
 
     with torch.no_grad():
@@ -1290,8 +1314,12 @@ def main_trains(m: Any) -> str | None:
         expected = m.validation_loss(watch.model.eval(), held_out)
     if wrong := explain_training(m, watch, train, val, words_for(constants)):
         return f"in main(), {wrong}"
-    if not any(abs(float(number) - expected) < 2e-3 for number in re.findall(r"\d+\.\d{3,}", printed.getvalue())):
-        return f"main() does not print {expected:.4f}, the loss of its model on the held-out text after the last step"
+    numbers = [float(number) for number in re.findall(r"\d+\.\d{3,}", printed.getvalue())]
+    if not any(abs(number - expected) < 2e-3 for number in numbers):
+        trained_on = m.DataLoaderLite([train], m.B, m.T) if hasattr(m, "DataLoaderLite") else train
+        other = m.validation_loss(watch.model.eval(), trained_on)
+        hint = f"; {other:.4f} is that on the text to train on" if any(abs(x - other) < 2e-3 for x in numbers) else ""
+        return f"main() does not print {expected:.4f}, the loss of its model on the held-out text after the last step{hint}"
     return None
 
 
@@ -1445,6 +1473,8 @@ def accumulation(m: Any) -> str | None:
             with Watch(m) as watch:
                 returned = [number(m.train_step(model, optimizer, loader, 0.01)) for _ in range(2)]
             case = f"in a step of {4 // B} micro-batch{'' if B == 4 else 'es'}"
+            if watch.model is None:
+                return f"{case}, train_step does not call the model: is each of them used?"
             if B < 4 and len(watch.steps) == 2 * loader.grad_accum:
                 return f"{case}, optimizer.step() is called for each of them: once, after the last one"
             if wrong := explain_steps(watch.steps, 2, True) or explain_repeats(watch.steps):
@@ -1762,6 +1792,7 @@ def explain(error: BaseException, path: Path) -> str:
 HINTS = {
     "index out of range in self": ". An embedding has no such row. Is the context cut to its last block_size tokens?",
     "stack expects each tensor to be equal size": ". Does a row begin so near the end that it is short? The last place is len(tokens) - T - 1",
+    "random_ expects 'from' to be less than 'to'": ". In a text of T + 1 tokens or a few more, a row begins at 0 or a little later",
     "does not require grad and does not have a grad_fn": ". Is the forward pass of a step under torch.no_grad()?",
     "view size is not compatible": " That would hide a wrong order of dimensions: heads are view(B, T, n_head, -1).transpose(1, 2)",
 }
