@@ -415,6 +415,8 @@ def explain_scales(step: Step) -> str | None:
         if found.any() and unlike(found, expected):
             return None
         factors[name] = (found.norm() / expected.norm()).item()
+    if not factors:
+        return None
     least, most = (choose(factors, key=factors.__getitem__) for choose in (min, max))
     return f"the gradients of {least} are multiplied by {factors[least]:.3g}, those of {most} by {factors[most]:.3g}: clip all by the same factor, in one call of nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
