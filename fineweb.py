@@ -104,7 +104,7 @@ class Arguments:
         metavar="REVISION")
     text_field: str = flag("text", "field or column with the text", "source", metavar="FIELD")
     document_separator: str | None = flag(None,
-        r"string between the documents of a .txt file; \n stands for a newline", "source",
+        r"string between the documents of a .txt file; \n stands for a newline, \t for a tab", "source",
         default_help="a file is one document", metavar="TEXT")
     demo: bool = flag(False, "use the documentation of Python, PyTorch and other installed packages as text; needs no network")
     check: str | None = flag(None, "read the shards in DIR, compare them with their manifest, and exit",
@@ -206,7 +206,8 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
     """
     separator = args.document_separator
     if separator:  # line endings in files become \n, too
-        separator = separator.replace("\\n", "\n").replace("\r\n", "\n").replace("\r", "\n")
+        for written, meant in {"\\r": "\r", "\\n": "\n", "\\t": "\t", "\r\n": "\n", "\r": "\n"}.items():
+            separator = separator.replace(written, meant)
     if args.demo:
         return demo_corpus()
     if args.input:
@@ -262,9 +263,10 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer_from = find_tokenizer_folder(args.tokenizer_from, tokenizer)
     if tokenizer != "bpe":
         get_tokenizer(tokenizer, output, *filter(None, [tokenizer_from]))  # downloads it first
+    corpus = corpus_of(args, output)
     make = functools.partial(
         make_shards,
-        corpus_of(args, output),
+        corpus,
         output,
         tokenizer=tokenizer,
         vocab_size=args.vocab_size,
@@ -281,6 +283,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)
+    files = corpus.paths if isinstance(corpus, TextFiles) else []
+    if args.document_separator and all(text_suffix(path) == ".txt" for path in files) and documents <= len(files):
+        print_lines("note: --document-separator is nowhere in the text, so each file is one document")
     print_lines(
         f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(shards)}"
     )

@@ -572,6 +572,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if len(examples) < len(items):  # only a stop leaves some out
         note = f"stopped after {len(examples):,} of {len(items):,} items, which begin with the longest"
+        note += f"; {args.json} is not written" if args.json else ""
         print(f"{report(results, model.block_size, None)}\n\n{note}", flush=True)
         stop.exit_all_ranks(lambda reason: [reason])
     try:

@@ -50,6 +50,18 @@ def test_a_separator_is_named_on_the_command_line(tmp_path, monkeypatch):
         fineweb.main([*flags[:-2], "--shard-size", "9"])
 
 
+@pytest.mark.parametrize(
+    "separator, documents", [("\\n---\\n", 2), ("\\r\\n---\\r\\n", 2), ("\\t", 2), ("\t", 2), ("===", 1)]
+)
+def test_a_separator_has_escapes_and_is_named_if_it_is_nowhere(tmp_path, monkeypatch, capsys, separator, documents):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\n---\ntwo\tthree")
+    flags = ["--input", "a.txt", "--output", "out", "--tokenizer", "bytes"]
+    fineweb.main([*flags, f"--document-separator={separator}"])
+    out = capsys.readouterr().out
+    assert f"documents: {documents}," in out and ("is nowhere in the text" in out) == (documents == 1)
+
+
 @pytest.mark.slow
 def test_the_demo_text(tmp_path):
     done = run_script("fineweb.py", "--demo", "--tokenizer", "bytes", cwd=tmp_path)
