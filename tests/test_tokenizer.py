@@ -151,6 +151,8 @@ def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
         lambda content: content["model"]["merges"].pop(),
         lambda content: content["model"].update(dropout=0.5),
         lambda content: content["model"].update(type="WordPiece"),
+        lambda content: content["model"].update(end_of_word_suffix="</w>"),
+        lambda content: content.update(decoder=None),
         lambda content: content["model"]["vocab"].update({"<|endoftext|>": 0, "!": 299}),
         lambda content: content.pop("model"),
     ],
@@ -161,6 +163,19 @@ def test_a_tokenizer_that_gives_other_ids_is_refused(tmp_path, change):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="is not a byte-level BPE"):
         find_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cuts_texts_cuts_none_here(tmp_path):
+    """As one that was saved after `enable_truncation` in Hugging Face's library, whose ids of a whole text are the reference."""
+    from tokenizers import Tokenizer
+
+    whole = Tokenizer.from_str(pairs_of_bytes(300).json)
+    cut = Tokenizer.from_str(pairs_of_bytes(300).json)
+    cut.enable_truncation(3)
+    cut.save(str(tmp_path / "tokenizer.json"))
+    found = find_tokenizer(tmp_path)
+    text = "a text of more than three tokens"
+    assert Tokenizer.from_str(found.json).encode(text).ids == whole.encode(text).ids == found.encode(text)
 
 
 @pytest.mark.parametrize(

@@ -1792,7 +1792,7 @@ def explain(error: BaseException, path: Path) -> str:
 
 # what PyTorch says, and what it does not say
 HINTS = {
-    "index out of range in self": ". An embedding has no such row. Is the context cut to its last block_size tokens?",
+    "index out of range in self": ". An embedding has no such row. Is the context cut to its last block_size tokens, and is vocab_size that of the tokens?",
     "stack expects each tensor to be equal size": ". Does a row begin so near the end that it is short? The last place is len(tokens) - T - 1",
     "random_ expects 'from' to be less than 'to'": ". In a text of T + 1 tokens or a few more, a row begins at 0 or a little later",
     "does not require grad and does not have a grad_fn": ". Is the forward pass of a step under torch.no_grad()?",

@@ -69,12 +69,13 @@ class LogFile:
         Args:
             source: the log that a fork continues, in the folder of another run.
         """
+        before = [line for line in _read_lines(source or path) if int(line[1]) < first_step] if path else []
+        self._content = bytearray("".join(f"{line[0]}\n" for line in before).encode())  # all lines so far
+        self._written, self._warned = len(self._content), False  # bytes on the disk
         if path:
-            before = [line for line in _read_lines(source or path) if int(line[1]) < first_step]
             with atomic_write(path) as tmp:
-                tmp.write_bytes("".join(f"{line[0]}\n" for line in before).encode())
-        self._file: FileIO | None = open(path, "a+b", buffering=0) if path else None  # noqa: SIM115
-        self._pending, self._warned = b"", False
+                tmp.write_bytes(self._content)
+        self._file: FileIO | None = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -83,9 +84,8 @@ class LogFile:
             return
         try:
             with self._lock:
-                self._pending += "".join(
-                    f"{step} {name} {x:{FORMATS.get(name, '.8g')}}\n" for name, x in values.items()
-                ).encode()
+                lines = (f"{step} {name} {x:{FORMATS.get(name, '.8g')}}\n" for name, x in values.items())
+                self._content += "".join(lines).encode()
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
@@ -96,7 +96,7 @@ class LogFile:
     def sync(self) -> None:
         """Waits until all lines are on the disk: a checkpoint must never be ahead of its run's log.
 
-        If another program has replaced or removed the log, such as an editor that saves, writes it again.
+        If another program has changed, replaced or removed the log, such as an editor that saves, writes it again.
 
         Raises:
             OSError: some lines could not be written.
@@ -110,27 +110,26 @@ class LogFile:
     def close(self) -> None:
         """Syncs and closes the file."""
         if self._file:
-            with self._file:
+            try:
                 self.sync()
+            finally:
+                self._file.close()
 
-    @staticmethod
-    def _restored(file: FileIO) -> FileIO:
-        """Returns the open log, or a new one with its content if the open one is no longer in its place."""
+    def _restored(self, file: FileIO) -> FileIO:
+        """Returns the open log, or a new one with all lines if another program has changed it or taken its place."""
         path = Path(os.fsdecode(file.name))
-        if path.is_file() and path.stat().st_size == os.fstat(file.fileno()).st_size:
+        if path.is_file() and path.stat().st_size == self._written:
             return file
-        with file:
-            file.seek(0)
-            content = file.read()
         with atomic_write(path) as tmp:
-            tmp.write_bytes(content)
-        warn(f"another program has replaced or removed {path}. It is written again.")
-        return open(path, "a+b", buffering=0)
+            tmp.write_bytes(self._content)
+        file.close()
+        warn(f"another program has changed, replaced or removed {path}. It is written again.")
+        return open(path, "ab", buffering=0)
 
     def _write_pending(self, file: FileIO) -> None:
         try:
-            while self._pending:
-                self._pending = self._pending[file.write(self._pending) :]
+            while self._written < len(self._content):
+                self._written += file.write(self._content[self._written :])
         except OSError as error:
             error.filename = file.name
             raise

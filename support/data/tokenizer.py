@@ -101,6 +101,9 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
             )
         if KNOWN_FINGERPRINTS.get(fingerprint) == "bytes":
             return BytesTokenizer()
+        of_a_batch = {"truncation": None, "padding": None}  # which Hugging Face's library would apply to every text
+        if any(map(definition.get, of_a_batch)):
+            content = json.dumps(definition | of_a_batch, ensure_ascii=False, indent=2)
         return BpeTokenizer(content)
     except MALFORMED as error:
         raise UserError(
@@ -147,8 +150,12 @@ def _read_json(text: str) -> tuple[dict[str, Any], str]:
     """Parses a `tokenizer.json`, and hashes the parts that determine a text's ids, whichever `tokenizers` version wrote it."""
     content = json.loads(text)
     model, words = content["model"], content["pre_tokenizer"]
-    if model.get("type", "BPE") != "BPE" or model.get("dropout"):  # dropout: a text has different ids each time
+    affixes = (model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    # dropout: a text has different ids each time
+    if model.get("type", "BPE") != "BPE" or model.get("dropout") or any(affixes):
         raise ValueError(model.get("type"))
+    if content["decoder"]["type"] != "ByteLevel":  # as in Hugging Face's library, which decodes with it
+        raise ValueError(content["decoder"])
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     split = [words["type"], words["add_prefix_space"], words.get("use_regex", True), content.get("normalizer")]
