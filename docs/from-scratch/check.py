@@ -136,7 +136,11 @@ def loss_of_counts(m: Any) -> str | None:
     probs = torch.full((257, 257), 0.5 / 257)
     probs[1, 2] = 0.5
     expected = -(math.log(0.5) + math.log(0.5 / 257)) / 2
-    return expect("the loss of two pairs", float(m.validation_loss(probs, torch.tensor([1, 2, 1]))), expected)
+    found = float(m.validation_loss(probs, torch.tensor([1, 2, 1])))
+    of_mean = abs(found + math.log((0.5 + 0.5 / 257) / 2)) < 1e-4
+    hint = ". It is the logarithm of the mean; take the mean of the logarithms" if of_mean else ""
+    wrong = expect("the loss of two pairs", found, expected)
+    return wrong and f"{wrong}{hint}"
 
 
 @fact("the next token is drawn from the row of the one before", 1, 1)
@@ -238,7 +242,9 @@ def adam_by_hand(m: Any) -> str | None:
         ):
             if not (found - right).abs().max() <= 1e-5:  # nan is no difference, but wrong
                 hint = (
-                    ". Are m and v divided by 1 - beta ** (step + 1)?" if what == "p" else ". Is it changed in place?"
+                    ". Are m and v divided by 1 - beta ** (step + 1)?"
+                    if what == "p"
+                    else ". Is it changed in place, and by no other line?"
                 )
                 if what == "p" and (found - right)[:3].abs().max() <= 1e-5:
                     hint = ". Is 1e-8 added to the root, and not under it?"
@@ -274,6 +280,40 @@ def no_gradient_is_left(m: Any) -> str | None:
     if averages and len({average.data_ptr() for _, m, v, _ in averages for average in (m, v)}) < 4:
         return "m and v share memory: E and W need two tensors each"
     return None if W.any() else "after three steps W is still zero: is it updated?"
+
+
+@fact("train takes each step on new pairs from all of the text, and Adam's steps are counted from 0", 2, 2)
+def pairs_of_train(m: Any) -> str | None:
+    m = shortened(m, MAX_STEPS=3)
+    mean_loss, adam_step, calls, steps = m.mean_loss, m.adam_step, [], []
+
+    def watched_loss(E: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        calls.append((x.clone(), y.clone(), bool(W.any())))
+        return mean_loss(E, W, x, y)
+
+    def watched_step(p: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: int, lr: float) -> None:
+        steps.append(step)
+        adam_step(p, gradient, m, v, step, lr)
+
+    m.mean_loss, m.adam_step = watched_loss, watched_step
+    text = torch.cat([torch.arange(128).repeat(100), 128 + torch.arange(128).repeat(100)])  # i + 1 follows i
+    m.train(text, 1e-2, True)
+    if steps != [0, 0, 1, 1, 2, 2]:
+        hint = ". Are E and W both updated, and is it called if adam is true?" if len(steps) != 6 else ""
+        return f"in three steps adam_step is called with the steps {steps}, not [0, 0, 1, 1, 2, 2]{hint}"
+    m.train(text, 1e-2, False)
+    if len(steps) > 6:
+        return "train calls adam_step although adam is false"
+    for i, (x, y, is_set) in enumerate(calls[:3]):
+        if not torch.equal(y % 128, (x + 1) % 128):
+            return f"in the text 0, 1, 2, ... token {y[0]} is to be predicted from {x[0]}; it should be the one that follows"
+        if x.max() < 128:
+            return "all pairs are from the beginning of the text: draw their places from all of it"
+        if i and torch.equal(x, calls[i - 1][0]):
+            return f"steps {i - 1} and {i} train on the same pairs: draw new ones in each step"
+        if i == 0 and is_set:
+            return "W does not begin at zero, so the first loss is not ln 257"
+    return None
 
 
 def leaves(loss: Tensor) -> set[Tensor]:
@@ -1245,8 +1285,13 @@ def shards_hold_the_text(m: Any) -> str | None:
     if (splits := [entry["split"] for entry in manifest["shards"]]) != ["val"] + ["train"] * len(train):
         return f"the splits in manifest.json are {splits}; val comes first"
     found = Tokenizer.from_file(str(m.DATA / "tokenizer.json")).decode(np.concatenate([*train, val]).tolist(), False)
-    if found != "".join("<|endoftext|>" + text for text in SHORT_TEXT.values()):
-        return "the train shards and then the val shard, decoded, are not the documents, each after <|endoftext|>"
+    if found != (right := "".join("<|endoftext|>" + text for text in SHORT_TEXT.values())):
+        decode = Tokenizer.from_file(str(m.DATA / "tokenizer.json")).decode
+        is_first = right.startswith(decode(val.tolist(), False))
+        hint = ". The val shard is the beginning of the text; it should be the end" if is_first else ""
+        return (
+            f"the train shards and then the val shard, decoded, are not the documents, each after <|endoftext|>{hint}"
+        )
     return expect("the part of val in all tokens", len(val) / sum(map(len, (val, *train))), 0.1, 0.001)
 
 
