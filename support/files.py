@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from errno import ESTALE
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -139,9 +140,28 @@ def lock_folder(folder: Path, flag: str, shared: bool = False) -> TextIO:
     except OSError as error:  # some network file systems have no locks
         warn(f"cannot lock {folder} ({describe_error(error)}). Do not start a second run in it.")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(_own_name())
     file.flush()
     return file
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def check_lock(folder: Path) -> None:
+    """Checks that no other process has locked the folder that this one has locked.
+
+    That happens if somebody moves or removes the folder while this process writes it, and another one makes it again.
+
+    Raises:
+        OSError: another process has.
+    """
+    holder = ""
+    with contextlib.suppress(OSError):  # a mounted disk may be slow to show it
+        holder = (folder / LOCK).read_text(encoding="utf-8")
+    if holder and holder != _own_name():
+        raise OSError(ESTALE, f"it was moved or removed, and now belongs to {holder.strip()}", str(folder))
 
 
 def _lock_file(file: TextIO, shared: bool) -> None:

@@ -45,6 +45,7 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
             clock asked for it); if the validation loss is known, `val`, and the key
             `comparable` of what it was measured on (see `RunInfo.comparable`).
     """
+    files.check_lock(directory.parent)
     with files.atomic_write(directory) as tmp:  # not into a new folder: a disk that was unmounted must not go unnoticed
         tmp.mkdir()
         write_files(tmp)

@@ -26,6 +26,7 @@ import numpy as np
 
 from support import __version__
 from support.cli import words_of
+from support.files import check_lock
 
 if TYPE_CHECKING:  # reading a file must not take as long as importing torch
     from support.checkpoints.run_info import RunInfo
@@ -108,6 +109,7 @@ def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     Raises:
         OSError: they could not be written.
     """
+    check_lock(folder)
     path = folder / FILE
     before = path.read_bytes() if path.exists() else b""
     added = b"" if before.endswith(b"\n") or not before else b"\n"  # cut off by a kill or a full disk

@@ -308,7 +308,10 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
         shapes = GPT2LMHeadModel(config).state_dict(keep_vars=True)
     expected = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in shapes.items()}
     weights = _check_weights(read_weights(directory / WEIGHTS), expected, sizes["vocab_size"])
-    weights = {name: (w.t() if name.endswith(TRANSPOSED) else w).float() for name, w in weights.items()}
+    # a copy: the file is mapped into memory, and somebody may write it again meanwhile
+    weights = {
+        name: (w.t() if name.endswith(TRANSPOSED) else w).to(torch.float32, copy=True) for name, w in weights.items()
+    }
     del weights["lm_head.weight"]  # the model ties it to the embedding
     return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 

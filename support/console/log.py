@@ -21,7 +21,7 @@ from io import FileIO
 from pathlib import Path
 
 from support.cli import describe_error, warn
-from support.files import atomic_write
+from support.files import atomic_write, check_lock
 
 LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  # a name may have any characters
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}  # of all others: ".8g"
@@ -120,6 +120,7 @@ class LogFile:
         path = Path(os.fsdecode(file.name))
         if path.is_file() and path.stat().st_size == self._written:
             return file
+        check_lock(path.parent)
         with atomic_write(path) as tmp:
             tmp.write_bytes(self._content)
         file.close()

@@ -74,8 +74,11 @@ class OutputFolder:
         """Marks the folder as complete, and removes the parts.
 
         Raises:
-            UserError: a shard was removed or changed meanwhile.
+            UserError: a shard or the tokenizer was removed or changed meanwhile.
         """
+        path, sha256 = self.directory / TOKENIZER_JSON, self.manifest.get("tokenizer_sha256")
+        if sha256 and not (path.is_file() and files.sha256_of(path) == sha256):
+            raise UserError(f"{path} was removed or changed. Rerun the command that made these shards.")
         for entry in self.manifest["shards"]:
             load_shard(self.directory / entry["file"], entry)
         self.manifest["complete"] = True
