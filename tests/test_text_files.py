@@ -52,7 +52,7 @@ def test_files_of_every_kind_have_their_documents_in_parts_of_any_size(tmp_path,
     pa.parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "j.parquet")
     paths = sorted(tmp_path.iterdir())
     corpus, parts = parts_of(monkeypatch, part_bytes, *paths)
-    assert documents_of(corpus) == [*texts[:51], "é 日\n" * 500, "", "é 日\n" * 500]
+    assert documents_of(corpus) == [*texts[:51], "é 日\n" * 500, "é 日\n" * 500]
     assert len(parts) >= at_least and parts == TextFiles(paths).parts()
     assert [part.files.start for part in parts] == sorted(part.files.start for part in parts)
 
@@ -162,6 +162,12 @@ def test_a_separator_may_span_two_blocks(tmp_path, monkeypatch):
     for before in range(28, 43):
         (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
         assert documents_of(TextFiles([tmp_path / "a.txt"], separator="END OF DOC")) == ["x" * before, "two\n"]
+
+
+def test_an_empty_file_is_no_document(tmp_path):
+    for name, content in (("a", ""), ("b", "one\n"), ("c", "\ufeff"), ("d", " ")):
+        (tmp_path / f"{name}.txt").write_text(content, encoding="utf-8")
+    assert documents_of(TextFiles(sorted(tmp_path.iterdir()))) == ["one\n", " "]
 
 
 # ---- bad files

@@ -440,7 +440,7 @@ def read_txt(path: Path, separator: str | None, start: int, stop: int | None) ->
                 text = content[:cut].decode().replace("\r\n", "\n").replace("\r", "\n")
                 for number, document in enumerate(text.split(separator) if separator else [text]):
                     inside = inside and number == 0
-                    if not separator or inside or document.strip():
+                    if inside or (document.strip() if separator else document):  # an empty file is no document
                         yield document, not inside
                         inside = True
             if not block:
