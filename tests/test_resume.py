@@ -18,6 +18,7 @@ from shard_helpers import write_shard
 from training import NEW_RUN, ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
 
 import train_gpt2
+from support import files
 from support.checkpoints import directory
 from support.checkpoints.directory import write_checkpoint
 from support.checkpoints.history import read_starts
@@ -86,6 +87,19 @@ def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, mo
     states = [trainer_file(directory.newest_checkpoint(run)) for run in (out, straight)]
     assert states[0]["scaler"] == states[1]["scaler"]
     assert states[0]["overflows"] == states[1]["overflows"] and (states[0]["overflows"] > 8) == ("fp16" in flags)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4])
+def test_steps_that_the_log_lacks_are_named(byte_shards, tmp_path, capsys, kept):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 4)
+    files.remove(out / "model_00006")
+    lines = (out / "log.txt").read_text().splitlines(keepends=True)
+    (out / "log.txt").write_text("".join(line for line in lines if int(line.split()[0]) < kept))
+    capsys.readouterr()
+    resumed(out)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert re.findall(r"lacks (\d) of the 4 steps before this one", said) == [str(4 - kept)] * (kept < 4)
 
 
 def die_once_saved(*args: object) -> None:
