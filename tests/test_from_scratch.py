@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import math
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -22,6 +24,9 @@ from helpers import ROOT
 LESSON = ROOT / "docs" / "from-scratch"
 sys.path.insert(0, str(LESSON))  # where the processes that check.py starts find it, too
 import check  # noqa: E402
+
+# the page's figures are of the documentation of Python 3.11.7; those of others, such as 3.11.2, differ
+HAS_TEXT_OF_PAGE = hashlib.sha256("".join(topics.values()).encode()).hexdigest().startswith("37d06970fc926e60")
 
 pytestmark = pytest.mark.slow  # nothing outside the lesson imports it
 
@@ -252,7 +257,7 @@ FAULTS = [
     (13, "loader.position = first_step * loader.grad_accum", "pass", "restore the weights, and is loader.position set? It counts batches"),
     (13, "dist.all_reduce(loss_accum)", "pass", "rank 0's loss of step 0 is"),
     (13, "load_checkpoint(model, optimizer) if resume else 0", "load_checkpoint(model, optimizer) if resume and rank == 0 else 2 * resume", "Do all ranks load the checkpoint?"),
-    (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95072. Is the seed 1337"),
+    (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "Is the seed 1337, and does each matrix get its random numbers once"),
 ]  # fmt: skip
 
 
@@ -385,7 +390,7 @@ def test_the_program_of_each_step_runs_and_learns(shards, capsys, monkeypatch, s
     losses = [float(loss) for loss in re.findall(r"\| loss (\d\.\d+)", printed)]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.05
     # the first loss is that of the page, to four decimals
-    assert any(number.startswith(f"{losses[0]:.4f}") for number in numbers_of(step))
+    assert not HAS_TEXT_OF_PAGE or any(number.startswith(f"{losses[0]:.4f}") for number in numbers_of(step))
     if step == 9:
         items = re.search(r"(\d+\.\d)% of 4 items", run_main(10, shards, capsys, ITEMS=4))  # with the model of step 9
         assert items
@@ -438,6 +443,7 @@ PAGE = (LESSON / "README.md").read_text()
 WORDS = " ".join(PAGE.split())  # whatever the lines
 
 
+@pytest.mark.skipif(not HAS_TEXT_OF_PAGE, reason="this Python's documentation is another text")
 def test_the_counts_on_the_page():
     """Exact: they come from the text alone."""
     train, val = (t.tolist() for t in check.load(program(1), Path()).load_tokens())
@@ -471,8 +477,6 @@ def test_the_memory_on_the_page(shards):
 
 
 def test_the_merges_are_those_of_the_library():
-    from pydoc_data.topics import topics
-
     from tokenizers import Tokenizer, models, trainers
 
     m = check.load(program(8), Path())

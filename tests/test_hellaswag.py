@@ -414,7 +414,8 @@ def test_a_stop_reports_the_scores_so_far(six_items, tmp_path, capsys, monkeypat
     out, (acc, acc_norm) = capsys.readouterr().out, scores_by_hand(results[:4])
     assert exit.value.code == 128 + signal.SIGTERM and not (tmp_path / "stopped.json").exists()
     assert re.search(rf"\n{flags[1]} +{acc:.4f} ± 0\.\d+ +{acc_norm:.4f} ± 0\.\d+\n", out)
-    assert out.endswith("\nstopped after 4 of 6 items, which begin with the longest\n")
+    unwritten = f"{tmp_path / 'stopped.json'} is not written"
+    assert out.endswith(f"\nstopped after 4 of 6 items, which begin with the longest; {unwritten}\n")
 
 
 @needs_gpt2_vocabulary
