@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -235,9 +236,22 @@ def test_a_log_with_holes_in_any_order_or_twice_is_judged(tmp_path, capsys, no_d
     every_tenth = [line for line in lines if int(line.split()[0]) % 10 == 0]
     again = write_log(tmp_path / "again", make_log(cut=2500)).read_text()
     again += write_log(tmp_path / "again", make_log(seed=1)).read_text()
-    for text in ("\n".join(kept) + "\n", "\n".join(every_tenth) + "\n", again, "\r\n".join([*lines, ""])):
+    for text in ("\n".join(every_tenth) + "\n", again, "\r\n".join([*lines, ""])):
         path.write_bytes(text.encode())
         assert answer(capsys, path)[-1] in ("normal, to the end", "normal up to step 19,000")
+    path.write_text("\n".join(kept) + "\n")
+    assert re.search(r"^normal.*, as far as it can be compared \(training loss at", answer(capsys, path)[-1])
+
+
+def test_losses_that_a_log_lacks_are_named(tmp_path, capsys, no_drawing):
+    log = make_log()
+    of_val = len([step for step in normal.band("val").steps if step <= 3000])
+    for val, words in (
+        ({step: loss for step, loss in log["val"].items() if step <= 3000}, f"validation loss at {of_val} of"),
+        ({}, "validation loss at 0 of"),
+    ):
+        said = answer(capsys, write_log(tmp_path / "log.txt", {"train": log["train"], "val": val}))[-1]
+        assert said.startswith("normal, to the end, as far as it can be compared (") and words in said
 
 
 def test_a_log_of_only_one_kind_is_judged(tmp_path, capsys, no_drawing):
@@ -323,6 +337,6 @@ def test_the_picture_shows_the_run_over_the_band():
 
 
 def test_a_log_keeps_what_is_not_finite_only_if_asked(tmp_path):
-    (tmp_path / "log.txt").write_bytes(b"1 train nan\r\n2 train 3.5\r\n")
+    (tmp_path / "log.txt").write_bytes(b"1 train nan\r\n2 train 3.5\r\n3 train NaN\n4 train -Infinity\n")
     assert read_log(tmp_path / "log.txt") == {"train": {2: 3.5}}
-    assert list(read_log(tmp_path / "log.txt", finite=False)["train"]) == [1, 2]
+    assert list(read_log(tmp_path / "log.txt", finite=False)["train"]) == [1, 2, 3, 4]

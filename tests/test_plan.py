@@ -178,6 +178,10 @@ def test_a_resumed_run_and_a_fork_are_planned_from_their_checkpoint(byte_shards,
     assert plan.evaluations(plan_for(*fork))[0] == 2
     main(["--plan", *map(str, fork)])
     assert "2 steps from step 4 on of 256 tokens, 512 in total" in printed(capsys)
+    trained(tmp_path / "short", "--data", byte_shards, "--max-steps", 4)
+    with pytest.raises(UserError, match="a run of 4 steps has ended at step 4.*Use --max-steps"):
+        longer = [*map(str, ("--fork", tmp_path / "short/model_00004", "--out", tmp_path / "longer")), "--minutes", "1"]
+        main(["--plan", *longer, "--dtype", "auto"])
 
 
 def test_a_text_without_shards_yet_is_planned_by_its_size(tmp_path):

@@ -23,7 +23,8 @@ from pathlib import Path
 from support.cli import describe_error, warn
 from support.files import atomic_write, check_lock
 
-LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  # a name may have any characters
+# a name may have any characters; others write NaN and Infinity
+LINE = re.compile(r"(\d{1,12}) (.+) ((?i:[-+]?(?:nan|inf(?:inity)?))|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}  # of all others: ".8g"
 
 

@@ -348,9 +348,18 @@ class Verdict:
     def __str__(self) -> str:
         """One line that begins with "normal" or "not normal"."""
         if self.is_normal:
-            return "normal" + (f" up to step {self.last_step:,}" if self.last_step < STEPS - 1 else ", to the end")
+            until = f" up to step {self.last_step:,}" if self.last_step < STEPS - 1 else ", to the end"
+            missing = "; ".join(self._missing())
+            return f"normal{until}" + (f", as far as it can be compared ({missing})" if missing else "")
         cause = f"probably {self.cause}" if self.cause else "cause unknown"
         return f"not normal, {cause} ({'; '.join(self._findings())}). See {PAGE}#what-a-fault-looks-like"
+
+    def _missing(self) -> Iterable[str]:
+        """Names the losses that the log lacks at steps of the band; the newest may still be computed."""
+        for name, label in (("train", "training"), ("val", "validation")):
+            expected, have = int((band(name).steps <= self.last_step).sum()), len(self.points[name])
+            if have < expected - 1:
+                yield f"{label} loss at {have} of {expected} steps"
 
     def _findings(self) -> Iterable[str]:
         for name, step in self.lost_from.items():

@@ -228,6 +228,11 @@ def print_report(
                     f"{config.text} has about {train_tokens:,.0f} tokens to train on, and one step takes "
                     f"{config.total_batch_size:,}. Use more text, or lower --total-batch-size or --block-size."
                 )
+    if config.max_steps <= first_step:
+        raise UserError(
+            f"a run of {config.max_steps:,} steps has ended at step {first_step:,}, and --plan cannot know how many steps "
+            "--minutes will be. Use --max-steps."
+        )
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
     layout = Layout.of(config, devices.DTYPES[dtype], options.gpus, compiled=config.compile is not False)
