@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from support.cli import UserError, describe_error, describe_free_space, format_bytes, nearest_existing, warn
 
 LOCK = ".gpt2.lock"  # in a locked folder; the operating system releases the lock when the process ends, however it ends
+HOSTNAME = socket.gethostname()  # once: a laptop may change it with its network
 
 
 # -----------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def lock_folder(folder: Path, flag: str, shared: bool = False) -> TextIO:
 
 
 def _own_name() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}\n"
+    return f"process {os.getpid()} on {HOSTNAME}\n"
 
 
 def check_lock(folder: Path) -> None:
