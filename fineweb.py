@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)
     files = corpus.paths if isinstance(corpus, TextFiles) else []
     if args.document_separator and all(text_suffix(path) == ".txt" for path in files) and documents <= len(files):
-        print_lines("note: --document-separator is nowhere in the text, so each file is one document")
+        print_lines("note: there are no more documents than files. Check --document-separator.")
     print_lines(
         f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(shards)}"
     )

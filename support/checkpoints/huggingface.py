@@ -18,7 +18,7 @@ from support.checkpoints.directory import CONTENTS, find_corruption, newest_chec
 from support.cli import UserError
 from support.config import TrainConfig
 from support.data.hub import hub_error_reason
-from support.data.shards import load_manifest
+from support.data.shards import has_intact_tokenizer, load_manifest
 from support.data.tokenizer import (
     MALFORMED,
     TOKENIZER_FILES,
@@ -27,7 +27,6 @@ from support.data.tokenizer import (
     find_tokenizer,
     tokenizer_of_model,
 )
-from support.files import sha256_of
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -150,8 +149,8 @@ def find_tokenizer_folder(name_or_dir: str, kind: str) -> Path:
     """
     directory = Path(name_or_dir)
     if manifest := load_manifest(directory):
-        path, sha256 = directory / TOKENIZER_JSON, manifest.get("tokenizer_sha256")
-        if sha256 and path.exists() and sha256_of(path) != sha256:
+        path = directory / TOKENIZER_JSON
+        if path.exists() and not has_intact_tokenizer(directory, manifest):
             raise UserError(f"{path} was altered. Use another --tokenizer-from.")
     else:
         directory = find_model(name_or_dir, verify=(directory / CONTENTS).exists())

@@ -22,6 +22,7 @@ from support.data.shards import (
     Manifest,
     ShardEntry,
     TokenFile,
+    has_intact_tokenizer,
     load_manifest,
     load_shard,
     shard_paths,
@@ -76,8 +77,8 @@ class OutputFolder:
         Raises:
             UserError: a shard or the tokenizer was removed or changed meanwhile.
         """
-        path, sha256 = self.directory / TOKENIZER_JSON, self.manifest.get("tokenizer_sha256")
-        if sha256 and not (path.is_file() and files.sha256_of(path) == sha256):
+        if not has_intact_tokenizer(self.directory, self.manifest):
+            path = self.directory / TOKENIZER_JSON
             raise UserError(f"{path} was removed or changed. Rerun the command that made these shards.")
         for entry in self.manifest["shards"]:
             load_shard(self.directory / entry["file"], entry)
@@ -174,8 +175,7 @@ def _adopt_finished_shards(
         raise UserError(f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another {flag}.")
     if earlier is None:
         return manifest
-    tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
-    if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
+    if not has_intact_tokenizer(directory, earlier):
         return manifest  # without it, the tokens mean nothing
     shards = _intact_shards(directory, earlier, verify or earlier["complete"])
     is_complete = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0

@@ -247,11 +247,17 @@ def read_tokenizer(directory: str | os.PathLike[str], model: Path | None = None)
     name, is_trained = manifest["tokenizer"], manifest["tokenizer"] == "bpe"
     if not path.exists() and not is_trained:
         return get_tokenizer(name, *filter(None, [model]))
-    is_intact = path.is_file() and (not is_trained or files.sha256_of(path) == manifest.get("tokenizer_sha256"))
+    is_intact = path.is_file() and has_intact_tokenizer(directory, manifest)
     tokenizer = find_tokenizer(path.parent) if is_intact else None
     if tokenizer is None or tokenizer.name != name:
         raise UserError(f"{path} is missing, or was altered. {_MAKE_AGAIN}")
     return tokenizer
+
+
+def has_intact_tokenizer(directory: str | os.PathLike[str], manifest: Manifest) -> bool:
+    """Returns whether `tokenizer.json` is still the one that the shards were made with; True if none was trained."""
+    path, sha256 = Path(directory) / TOKENIZER_JSON, manifest.get("tokenizer_sha256")
+    return sha256 is None or path.is_file() and files.sha256_of(path) == sha256
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:

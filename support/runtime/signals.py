@@ -30,8 +30,8 @@ class StopHandler:
     the loop, or the others would wait for it forever. With one process both are the same.
 
     Inside the `with` block, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT, ONE_PRESS seconds after the
-    first or later, exits immediately. A closed pipe at stdout or stderr counts as a signal, and so does the death of torchrun: otherwise its ranks would
-    keep the folder locked, and a restarted command could not continue.
+    first or later, exits immediately. A closed pipe at stdout or stderr counts as a signal, and so does the death of
+    torchrun: otherwise its ranks would keep the folder locked, and a restarted command could not continue.
     """
 
     def __init__(self, world_size: int = 1):
