@@ -329,6 +329,23 @@ def test_a_shard_that_is_lost_while_others_are_written_is_named(tmp_path, monkey
     assert tokens_in(tmp_path) == plain_loop(LONG, plain_bytes, 256, 500)
 
 
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_text("{}")])
+def test_a_tokenizer_that_is_lost_while_shards_are_written_is_named(tmp_path, monkeypatch, harm):
+    write_manifest = module.write_manifest
+
+    def write_and_harm(folder, manifest):
+        write_manifest(folder, manifest)
+        if len(manifest["shards"]) == 2:
+            harm(folder / "tokenizer.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_manifest", write_and_harm)
+        with pytest.raises(UserError, match=r"tokenizer\.json was removed or changed\. Rerun the command"):
+            make_shards(corpus_of(LONG), tmp_path, tokenizer="bpe", vocab_size=300, shard_size=500)
+    make_shards(corpus_of(LONG), tmp_path, tokenizer="bpe", vocab_size=300, shard_size=500)
+    assert shards.read_manifest(tmp_path)["complete"] and shards.read_tokenizer(tmp_path).name == "bpe"
+
+
 @pytest.mark.parametrize("lost", ["_val_000000.npy", "_train_000007.npy"])
 def test_only_the_parts_of_a_lost_shard_are_encoded_again(texts, monkeypatch, lost):
     make("one")
