@@ -39,6 +39,7 @@ from support.data.make_shards import SHARD_SIZE, make_shards
 from support.data.shards import load_manifest, read_manifest, read_shards, read_tokenizer
 from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug, text_suffix
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
+from support.files import LOCK, lock_folder
 from support.terminal import pluralize
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -252,6 +253,8 @@ def main(argv: list[str] | None = None) -> None:
         check_shards(args.check)
         return
     output = Path(args.output or default_output(args))
+    if (output.parent / LOCK).exists():  # a run's folder: it may be training on these shards
+        lock_folder(output.parent, "--output", shared=True).close()
     tokenizer, tokenizer_from = args.tokenizer_name, None
     if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
         print_lines('gigatoken is not installed, so tiktoken encodes, several times slower ("pip install gigatoken")')

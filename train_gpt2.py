@@ -723,15 +723,13 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     state, loader = initial_state(setup)  # optimizer and counters; training data
     setup = record_step(setup, state, loader.grad_accum)  # CUDA graphs, where they are faster
     run, schedule = setup.run, setup.run.schedule
-    folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, logger.evaluations, dist)  # writes in a thread
     print_header(run, dist, loader.B, loader.rows_per_epoch, loader.row)
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
-    # left in reverse order: the log is closed before the folder is unlocked
-    with folder_lock, stop, logger, checkpoints, report_lost_processes(checkpoints.how_to_go_on):
+    with stop, logger, checkpoints, report_lost_processes(checkpoints.how_to_go_on):
         if "val" not in schedule.evaluations_due(state):
             logger.log_known_loss()  # of the checkpoint, which is not measured again
         while not stop.agreed:
@@ -851,7 +849,7 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     """Loads data and model, as `start` says: all that can fail or take long, before the run begins in its folder."""
     machine = Machine.find(config, dist.device, dist.world_size)
     use_fsdp = config.shards_weights(dist.world_size)
-    dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
+    dist.once(lambda: run_folder.make_own_shards(config, start))  # of --text and --demo
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
         data = open_data(config, start)
@@ -979,14 +977,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return plan.print_report(plan_options, config, new_model, data, items, first_step, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
-    if start.needs_measurement(config):  # times models to find what suits the time
-        with devices.report_errors():
-            measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
-        start = start.with_layer("--minutes", measured)
-        config = resolve(start)
     exit_code: int | str | None = 0
     try:
-        with devices.report_errors():
+        with run_folder.locked(config, start, dist), devices.report_errors():
+            if start.needs_measurement(config):  # times models to find what suits the time
+                measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
+                start = start.with_layer("--minutes", measured)
+                config = resolve(start)
             train(config, dist, start)
     except SystemExit as stopped:
         exit_code = stopped.code

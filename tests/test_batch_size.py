@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
-from training import FP32, NEW_RUN, ONE_PROCESS, assert_same_run, config_of, configure, trained
+from training import FP32, NEW_RUN, ONE_PROCESS, assert_same_run, config_of, configure, train, trained
 
 import train_gpt2
 from support.checkpoints.history import read_starts
@@ -19,7 +19,7 @@ from support.cli import UserError
 from support.runtime import batch_size, devices
 from support.runtime.machine import Machine
 from support.runtime.memory import Layout, Sizes, training_memory
-from train_gpt2 import GPT, train
+from train_gpt2 import GPT
 
 
 class OutOfMemoryBeyond:

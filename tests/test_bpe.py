@@ -14,7 +14,7 @@ import pytest
 from helpers import TINY_MODEL_FLAGS
 from hub_server import running_hub
 from shard_helpers import files_in
-from training import NEW_RUN, ONE_PROCESS, configure
+from training import NEW_RUN, ONE_PROCESS, configure, train
 
 import fineweb
 import hellaswag
@@ -23,7 +23,7 @@ from support.cli import UserError
 from support.data import bpe, shards
 from support.data.text_files import Documents
 from support.data.tokenizer import find_tokenizer
-from train_gpt2 import GPT, GPTConfig, train
+from train_gpt2 import GPT, GPTConfig
 
 RHYME = "one two three four five, once I caught a fish alive; six seven eight nine ten, then I let it go again. "
 TEXT = "".join(RHYME + f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(300))

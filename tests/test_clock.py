@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import finish_run, losses, start_run, stopped_after
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, configure, trainer_file
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, configure, train, trainer_file
 
 import train_gpt2
 from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint, step_of
@@ -21,7 +21,7 @@ from support.runtime import clock
 from support.runtime.clock import Clock
 from support.runtime.schedule import Schedule
 from support.sizing import presets
-from train_gpt2 import cooldown_start, get_lr, train
+from train_gpt2 import cooldown_start, get_lr
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 FLAGS = "--n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --device cpu --dtype fp32 --tokenizer bytes --batch-size 16 --total-batch-size 256 --max-lr 3e-3".split()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import STEP, Rank, losses, run_to_the_end
 from torch._dynamo.backends.distributed import DDPOptimizer
-from training import NEW_RUN, ONE_PROCESS, compile_graphs, config_of, trained
+from training import NEW_RUN, ONE_PROCESS, compile_graphs, config_of, train, trained
 
 import train_gpt2
 
@@ -36,7 +36,7 @@ def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, mo
             "--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 8, "--val-every", 2, "--val-tokens", 16 * 18,
             "--sample-every", 4, "--compile",
         )  # fmt: skip
-        train_gpt2.train(config, ONE_PROCESS, NEW_RUN)
+        train(config, ONE_PROCESS, NEW_RUN)
     finally:
         torch.compiler.set_stance("default")
     # the model with gradients, and without for 4 rows and for 2; the same three of the loss of a chunk

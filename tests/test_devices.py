@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
-from training import NEW_RUN, ONE_PROCESS, config_of, configure, trained
+from training import NEW_RUN, ONE_PROCESS, config_of, configure, train, trained
 
 from support.checkpoints.history import read_starts
 from support.cli import UserError
@@ -17,7 +17,7 @@ from support.config import TrainConfig
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
-from train_gpt2 import DataLoaderLite, train
+from train_gpt2 import DataLoaderLite
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -24,6 +24,7 @@ from training import (
     configure,
     forked,
     resumed,
+    train,
     trained,
     trainer_file,
 )
@@ -38,7 +39,7 @@ from support.console.log import read_log
 from support.data.make_shards import make_shards
 from support.data.text_files import Documents
 from support.sizing import budget
-from train_gpt2 import DataLoaderLite, train
+from train_gpt2 import DataLoaderLite
 
 FAST = ["--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
 
@@ -283,7 +284,7 @@ def test_a_text_of_its_own_is_compared_with_the_shards_that_are_there(runs, tmp_
     config, of_fork = configure([*fork, "--text", tmp_path / "text.txt"])
     of_fork.checkpoint.config["text"] = config.text
     for data in (config.data, str(tmp_path / "run/data")):
-        run_folder.prepare(replace(config, data=data), of_fork)
+        run_folder.make_own_shards(replace(config, data=data), of_fork)
     assert asked == [False, True]
 
 
@@ -354,7 +355,7 @@ def test_a_resumed_fork_has_the_sources_of_its_first_start(runs, tmp_path):
     command = ["--fork", runs / "20/model_00006", "--max-lr", 1e-3, "--keep", 2, "--out", tmp_path / "fork"]
     trained_fork = [*command, "--max-steps", 30, "--resume", "auto"]
     config, first = configure(trained_fork)
-    train_gpt2.train(config, ONE_PROCESS, first)
+    train(config, ONE_PROCESS, first)
     resumed_again = configure([*trained_fork, "--keep", 3])[1].sources
     assert resumed_again.pop("keep") == "command line"
     for name in ("max_lr", "max_steps", "optimizer", "seed"):

@@ -21,7 +21,7 @@ from helpers import losses
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from training import NEW_RUN, ONE_PROCESS, TINY, config_of, config_with, trainer_file
+from training import NEW_RUN, ONE_PROCESS, TINY, config_of, config_with, train, trainer_file
 
 import fineweb
 import train_gpt2
@@ -37,7 +37,7 @@ from support.runtime.distributed import Distributed, backend
 from support.runtime.memory import Layout, Sizes, training_memory
 from support.runtime.schedule import Schedule
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, TABLES, GPTConfig, resolve, train
+from train_gpt2 import GPT, TABLES, GPTConfig, resolve
 
 ON_CPU = os.environ.get("GPU_TESTS_DEVICE") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)

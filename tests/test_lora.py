@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, start_run, stopped_after
 from safetensors.torch import load_file, save_file
-from training import NEW_RUN, ONE_PROCESS, configure, resumed, trained
+from training import NEW_RUN, ONE_PROCESS, configure, resumed, train, trained
 
 from support.checkpoints import lora
 from support.checkpoints.directory import find_corruption
 from support.cli import UserError
 from support.config import TrainConfig
-from train_gpt2 import GPT, train
+from train_gpt2 import GPT
 
 TOKENS = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(5))
 

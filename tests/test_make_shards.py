@@ -33,6 +33,7 @@ from shard_helpers import (
     valid_unicode,
 )
 
+import fineweb
 from support import files
 from support.cli import UserError
 from support.data import make_shards as module
@@ -454,11 +455,14 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
 def test_shards_that_are_in_use_are_not_said_to_be_in_the_way(tmp_path, monkeypatch, locked):
     """The message would advise to remove the folder; a run holds the lock of the folder around its data."""
     monkeypatch.chdir(tmp_path)
-    make_shards(corpus_of(["a" * 250]), "run/data", tokenizer="bytes", shard_size=100)
+    command = "--input {} --output run/data --tokenizer bytes --shard-size 50"
+    for name in "ab":
+        Path(f"{name}.txt").write_text(name * 250)
+    fineweb.main(command.format("a.txt").split())
     with files.lock_folder(Path(locked), "--out"), pytest.raises(UserError, match=rf"^{locked} is in use by process"):
-        make_shards(corpus_of(["b" * 250]), "run/data", tokenizer="bytes", shard_size=50)
+        fineweb.main(command.format("b.txt").split())
     with pytest.raises(UserError, match="remove run/data"):
-        make_shards(corpus_of(["b" * 250]), "run/data", tokenizer="bytes", shard_size=50)
+        fineweb.main(command.format("b.txt").split())
 
 
 def test_the_parts_of_another_text_are_not_used(texts):

@@ -16,7 +16,17 @@ import pytest
 import torch
 from helpers import Rank, finish_run, run_to_the_end, start_run, steps_done, wait_for
 from shard_helpers import small_disk
-from training import NEW_RUN, ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed, run_info, trained
+from training import (
+    NEW_RUN,
+    ONE_PROCESS,
+    assert_same_run,
+    checkpoint_names,
+    config_of,
+    resumed,
+    run_info,
+    train,
+    trained,
+)
 
 import train_gpt2
 from support.checkpoints import manager
@@ -28,7 +38,6 @@ from support.console.log import LogFile
 from support.runtime import clock
 from support.runtime.clock import Clock
 from support.runtime.signals import StopHandler
-from train_gpt2 import train
 
 
 def write_x(folder):

@@ -14,7 +14,7 @@ import torch
 from helpers import TINY_FLAGS, steps_done, wait_for
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from training import ONE_PROCESS, assert_same_run, configure, resumed, trained
+from training import ONE_PROCESS, assert_same_run, configure, resumed, train, trained
 
 from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption
@@ -24,7 +24,7 @@ from support.checkpoints.start import Start
 from support.cli import parse_flags
 from support.config import TrainConfig
 from support.runtime.schedule import Schedule
-from train_gpt2 import GPT, MODELS, RECIPES, new_model, resolve, train
+from train_gpt2 import GPT, MODELS, RECIPES, new_model, resolve
 
 
 def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None):

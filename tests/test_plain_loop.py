@@ -9,14 +9,14 @@ import pytest
 import torch
 from helpers import losses
 from torch.nn import functional as F
-from training import FP32, NEW_RUN, ONE_PROCESS, TINY, config_of
+from training import FP32, NEW_RUN, ONE_PROCESS, TINY, config_of, train
 
 from benchmarks.plain_loop import plain_losses
 from support.config import TrainConfig
 from support.data import shards
 from support.optim import loss
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
+from train_gpt2 import GPT, DataLoaderLite, validation_loss
 
 
 def trained_losses(data: Path, out: Path, *flags: object) -> tuple[TrainConfig, np.ndarray]:

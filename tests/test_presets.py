@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import finish_run, losses, run_to_the_end, start_run
-from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, configure, forked
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, configure, forked, train
 
 import train_gpt2
 from support.checkpoints.history import read_starts
@@ -28,7 +28,7 @@ from support.sizing.presets import (
     vocab_size_for,
 )
 from support.terminal import on_one_line
-from train_gpt2 import GPT, MODELS, RECIPES, TABLES, GPTConfig, train
+from train_gpt2 import GPT, MODELS, RECIPES, TABLES, GPTConfig
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()

@@ -9,10 +9,9 @@ import re
 import pytest
 from helpers import steps_done
 from runs import log_without_seconds
-from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, trained
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, train, trained
 
 from support.runtime.profiler import ROWS
-from train_gpt2 import train
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from helpers import STEP, TINY_FLAGS, Rank, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run, wait_for
 from runs import log_without_seconds
 from shard_helpers import write_shard
-from training import NEW_RUN, ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
+from training import NEW_RUN, ONE_PROCESS, assert_same_run, configure, resumed, train, trained, trainer_file
 
 import train_gpt2
 from support import files
@@ -25,7 +25,6 @@ from support.checkpoints.history import read_starts
 from support.cli import UserError
 from support.console.curves import read_run
 from support.console.log import read_log
-from train_gpt2 import train
 
 
 class Killed(BaseException):

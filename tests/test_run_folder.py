@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import TINY_FLAGS, start_run, wait_for
 from runs import log_without_seconds
-from training import ONE_PROCESS, checkpoint_names, config_of, run_info, trained, trainer_file
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, trained, trainer_file
 
 import train_gpt2
 from support.checkpoints import run_folder
@@ -35,16 +35,14 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
     assert first.is_alive()
     first.kill()
     first.join()
-    run_folder.check_folder(config_of("--out", out), Checkpoint.open(newest_checkpoint(out)))
+    lock(out, Checkpoint.open(newest_checkpoint(out)))
     with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
-        run_folder.check_folder(config_of("--out", out), None)
+        lock(out)
 
 
-def lock(folder: Path, resume_from: Path | None = None, **flags: object) -> None:
-    """Locks a folder and lets it go, for a new run or one that is resumed."""
-    checkpoint = replace(CHECKPOINT, path=resume_from, step=int(resume_from.name[6:])) if resume_from else None
-    run = run_info("--out", folder, checkpoint=checkpoint)
-    with run_folder.lock_folder(replace(run, config=replace(run.config, **flags)), ONE_PROCESS):
+def lock(folder: Path, checkpoint: Checkpoint | None = None) -> None:
+    """Locks a folder and lets it go, for a new run or one that is resumed from a checkpoint."""
+    with run_folder.locked(config_of("--out", folder), replace(NEW_RUN, checkpoint=checkpoint), ONE_PROCESS):
         pass
 
 
@@ -76,13 +74,14 @@ def test_what_is_in_a_folder_stays(tmp_path):
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="already contains a run"):
         lock(tmp_path)
-    lock(tmp_path, tmp_path / "model_00001")
+    first = replace(CHECKPOINT, path=tmp_path / "model_00001", step=1)
+    lock(tmp_path, first)
     assert sorted(os.listdir(tmp_path)) == [".gpt2.lock", "log.txt", "model_00001", "model_of_mine", "notes.md"]
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
-        lock(tmp_path, tmp_path / "model_00001")
+        lock(tmp_path, first)
     (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
-    lock(tmp_path, tmp_path / "model_00001")
+    lock(tmp_path, first)
 
 
 def test_a_log_without_checkpoints_is_started_over_by_the_same_command(byte_shards, tmp_path, monkeypatch):
@@ -148,4 +147,35 @@ def test_no_run_is_in_a_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "model_00005", lambda folder: (folder / "x").write_text("x"))
     for out in ("model_00005", "model_00005/run"):
         with pytest.raises(UserError, match="--out is inside the checkpoint .*model_00005. Use another --out."):
-            run_folder.check_folder(config_of("--out", tmp_path / out), None)
+            lock(tmp_path / out)
+
+
+def test_a_run_that_fails_before_it_begins_leaves_nothing(byte_shards, tmp_path):
+    """A folder with a lock would be taken for a run's, and not be read as text."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for out in (tmp_path / "new", mine):
+        with pytest.raises(UserError, match="there is no folder"):
+            trained(out, "--data", tmp_path / "none")
+    assert list(tmp_path.iterdir()) == [mine] and list(mine.iterdir()) == []
+
+
+def test_the_shards_of_a_run_that_is_starting_stay(byte_shards, tmp_path, monkeypatch):
+    """Whatever it does between making them and its first step, another command for the folder is refused at once."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("x.txt", "x y z " * 300), ("y.txt", "other " * 300)):
+        Path(name).write_text(text)
+    flags = [*TINY_FLAGS, "--tokenizer", "bytes", "--out", "run", "--max-steps", "2"]
+    real, refused = train_gpt2.initial_model, []
+
+    def start_another(*args):
+        before = {path: path.read_bytes() for path in Path("run/data").iterdir()}
+        monkeypatch.setattr(train_gpt2, "initial_model", real)
+        with pytest.raises(UserError, match="run is in use by process"):
+            train_gpt2.main([*flags, "--text", "y.txt"])
+        refused.append({path: path.read_bytes() for path in Path("run/data").iterdir()} == before)
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "initial_model", start_another)
+    train_gpt2.main([*flags, "--text", "x.txt"])
+    assert refused == [True] and checkpoint_names(Path("run")) == ["model_00002"]

@@ -15,7 +15,7 @@ import torch
 from helpers import GPT2_VOCABULARY, ROOT, TINY_TRAINING_FLAGS, needs_gpt2_vocabulary
 from runs import log_without_seconds
 from shard_helpers import adversarial_texts, corpus_of, write_shard
-from training import NEW_RUN, ONE_PROCESS, config_of, configure, resumed, trained
+from training import NEW_RUN, ONE_PROCESS, config_of, configure, resumed, train, trained
 
 import fineweb
 import hellaswag
@@ -35,7 +35,7 @@ from support.data.tokenizer import (
     tokenizer_json,
     tokenizer_of_model,
 )
-from train_gpt2 import GPT, GPTConfig, train
+from train_gpt2 import GPT, GPTConfig
 
 NOWHERE = "http://127.0.0.1:9"  # nobody listens
 TEXTS = [

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 from helpers import losses, run_to_the_end, wait_for
 from test_resume import Killed, kill_before_step
-from training import NEW_RUN, ONE_PROCESS, config_of, resumed, trained
+from training import NEW_RUN, ONE_PROCESS, config_of, resumed, train, trained
 
 from support.checkpoints import manager
 from support.cli import UserError
 from support.console.log import read_log
 from support.runtime import clock
-from train_gpt2 import get_lr, main, train
+from train_gpt2 import get_lr, main
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from helpers import (
     start_torchrun,
 )
 from torch.nn import functional as F
-from training import FP32, NEW_RUN, ONE_PROCESS, TINY, config_of, configure, forked, trained
+from training import FP32, NEW_RUN, ONE_PROCESS, TINY, config_of, configure, forked, train, trained
 
 import train_gpt2
 from support.checkpoints.history import read_starts
@@ -28,7 +28,7 @@ from support.data.make_shards import make_shards
 from support.data.text_files import Documents
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
+from train_gpt2 import GPT, DataLoaderLite, validation_loss
 
 # ---- evaluation
 

@@ -11,6 +11,8 @@ from helpers import TINY_FLAGS, TINY_SIZES
 from runs import differences, log_without_seconds
 from torch import nn
 
+import train_gpt2
+from support.checkpoints import run_folder
 from support.checkpoints.run_info import RunInfo
 from support.checkpoints.start import Start
 from support.checkpoints.state import Checkpoint, TrainState
@@ -19,10 +21,10 @@ from support.config import TrainConfig
 from support.data.shards import DataIdentity, TokenData
 from support.data.tokenizer import BytesTokenizer
 from support.runtime import devices
-from support.runtime.distributed import ONE_PROCESS
+from support.runtime.distributed import ONE_PROCESS, Distributed
 from support.runtime.machine import Machine
 from support.runtime.schedule import Schedule
-from train_gpt2 import GPT, TABLES, GPTConfig, cooldown_start, resolve, train
+from train_gpt2 import GPT, TABLES, GPTConfig, cooldown_start, resolve
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
@@ -65,6 +67,12 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     )  # fmt: skip
     run.__dict__["bytes_per_token"] = 1.0  # it would be counted in the shards
     return run
+
+
+def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
+    """Trains with the run's folder locked, as main() does; returns the final state."""
+    with run_folder.locked(config, start, dist):
+        return train_gpt2.train(config, dist, start)
 
 
 def trained(out: Path, *flags: object) -> str:

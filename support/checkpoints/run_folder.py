@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from support import files
 from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
 from support.checkpoints.history import FILE, FINISHED, read_starts
-from support.checkpoints.run_info import RunInfo
 from support.checkpoints.start import Start
 from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import UserError, describe_error, nearest_existing, words_of
@@ -20,72 +19,69 @@ from support.runtime.distributed import Distributed
 from support.sizing.presets import make_preset_shards
 
 
-def prepare(config: TrainConfig, start: Start) -> None:
-    """Checks the run's folder, then makes the shards of --text and --demo.
+@contextlib.contextmanager
+def locked(config: TrainConfig, start: Start, dist: Distributed) -> Iterator[None]:
+    """Creates the folder and keeps other processes out of it until the block ends. Rank 0 does it for all ranks.
 
-    One rank calls it for all ranks, as they share the folder.
-
-    Raises:
-        UserError: a check failed, or the shards could not be made.
-    """
-    checkpoint = start.checkpoint
-    check_folder(config, start.resumed)
-    if config.is_demo_or_text:
-        in_out = Path(config.data) == Path(config.out) / "data"
-        has_own_shards = start.forked and in_out
-        keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        may_replace = in_out and not has_run(Path(config.out))
-        model = start.first_model(config) if config.fork or config.init_from else None  # which brings its tokenizer
-        make_preset_shards(config, keeps_shards, may_replace, model)
-
-
-def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
-    """Checks that a run may write into its folder: it is writable, not in use, and has no other run.
-
-    Args:
-        checkpoint: the checkpoint that the run resumes from; None for a new run and a fork.
+    Removes what a killed process left half-written. If no run begins in the block, the lock file goes again, and the
+    folder, if it was created and is empty.
 
     Raises:
-        UserError: a check failed.
+        UserError: on all ranks: the folder is not writable, is in use, or has another run.
     """
-    folder = Path(config.out)
+    with contextlib.ExitStack() as stack:
+        with dist.failing_together():
+            if dist.rank == 0:
+                _lock(Path(config.out), config, start.resumed, stack)
+        yield
+
+
+def _lock(folder: Path, config: TrainConfig, checkpoint: Checkpoint | None, stack: contextlib.ExitStack) -> None:
+    """Does the work of `locked`; `stack` undoes it. `checkpoint`: the one that the run resumes from."""
     if inside := [path for path in (folder.absolute(), *folder.absolute().parents) if (path / CONTENTS).is_file()]:
         raise UserError(f"--out is inside the checkpoint {inside[-1]}. Use another --out.")
     existing = nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to {folder}. Use another --out.")
-    if (folder / files.LOCK).is_file():
-        files.lock_folder(folder, "--out").close()
-    _check_contents(config, checkpoint)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(files.lock_folder(folder, "--out"))
+        stack.callback(_remove_unused, folder, is_new=existing != folder)
+        _check_contents(config, checkpoint)
+        remove_leftovers(folder)
+        last_step = checkpoint.step if checkpoint else 0
+        for corrupt in (path for path in list_checkpoints(folder) if step_of(path) > last_step):
+            aside = corrupt.with_name(f"{corrupt.name}.corrupt")  # or it would count among this run's checkpoints
+            files.remove(aside)
+            corrupt.rename(aside)
+    except OSError as error:
+        reason = describe_error(error, folder)
+        raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
 
 
-def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
-    """Creates the folder and locks it on rank 0, until the returned context exits or the process ends.
+def _remove_unused(folder: Path, is_new: bool) -> None:
+    if has_run(folder):
+        return
+    with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
+        (folder / files.LOCK).unlink()
+        if is_new:
+            folder.rmdir()
 
-    Removes what a killed process left half-written.
+
+def make_own_shards(config: TrainConfig, start: Start) -> None:
+    """Makes the shards of --text and --demo. One rank calls it for all ranks, as they share the folder.
 
     Raises:
-        UserError: on all ranks, as in `check_folder`: another run may have taken the folder since that check.
+        UserError: the shards could not be made.
     """
-
-    def create_and_lock() -> AbstractContextManager[Any]:
-        folder = Path(run.config.out)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = files.lock_folder(folder, "--out")
-            _check_contents(run.config, run.start.resumed)
-            remove_leftovers(folder)
-            for corrupt in (path for path in list_checkpoints(folder) if step_of(path) > run.first_step):
-                aside = corrupt.with_name(f"{corrupt.name}.corrupt")  # or it would count among this run's checkpoints
-                files.remove(aside)
-                corrupt.rename(aside)
-        except OSError as error:
-            reason = describe_error(error, folder)
-            raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
-        return lock
-
-    with dist.failing_together():
-        return create_and_lock() if dist.rank == 0 else nullcontext()
+    if not config.is_demo_or_text:
+        return
+    checkpoint, in_out = start.checkpoint, Path(config.data) == Path(config.out) / "data"
+    has_own_shards = start.forked and in_out
+    keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
+    may_replace = in_out and not has_run(Path(config.out))
+    model = start.first_model(config) if config.fork or config.init_from else None  # which brings its tokenizer
+    make_preset_shards(config, keeps_shards, may_replace, model)
 
 
 def has_run(folder: Path) -> bool:

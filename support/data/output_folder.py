@@ -123,9 +123,8 @@ def open_output_folder(
     try:
         adopted = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
     except OtherShardsError:  # which advises to remove them
-        for parent in (directory, directory.parent):  # a run locks its own folder, which may have the shards in it
-            if (parent / files.LOCK).exists():
-                files.lock_folder(parent, flag, shared=True).close()
+        if (directory / files.LOCK).exists():
+            files.lock_folder(directory, flag, shared=True).close()
         raise
     folder = OutputFolder(directory, adopted, flag, report)
     if folder.is_complete:
