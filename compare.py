@@ -85,13 +85,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.normal:
         return answer_normal(Path(args.runs[0]), picture, asked_to_draw=args.output is not None)
     runs = read_runs(args.runs)
+    if args.x == "hours" and (lacking := [run.folder for run in runs if not run.has_all_steps]):
+        raise UserError(
+            *(f"{folder}/log.txt lacks steps, so its hours are unknown. Use --x steps." for folder in lacking)
+        )
     labels = label_runs(runs)
     lines = describe(labels, runs)
     if max(map(len, lines)) > WIDTH:  # long names are listed first, and the tables use their numbers
         names = [textwrap.fill(f"{n}  {name}", WIDTH, subsequent_indent="   ") for n, name in enumerate(labels, 1)]
         lines = [*names, "", *describe([str(n) for n in range(1, len(runs) + 1)], runs)]
-    print("\n".join(lines))
-    draw(lambda: draw_runs(labels, runs, args.x), picture)
+    try:  # drawn first: printing fails if the reader of stdout has closed it, as head does
+        draw(lambda: draw_runs(labels, runs, args.x), picture)
+    finally:
+        print("\n".join(lines))
     print(f"\nsaved {picture}", flush=True)
 
 
@@ -254,12 +260,13 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
             "Pass a run's --out folder, or a log.txt."
         )
     differs = describe_other_recipe(starts[-1]) if starts else []
-    print("\n".join(differs or describe_values(verdict)), end="\n\n")
-    if asked_to_draw or not differs:
-        draw(lambda: draw_normal(on_one_line(str(path)), log), picture)
-        print(f"saved {picture}")
-    else:
-        print("-o FILE draws it over the public runs all the same.")
+    draws = asked_to_draw or not differs
+    try:  # drawn first, as above
+        if draws:
+            draw(lambda: draw_normal(on_one_line(str(path)), log), picture)
+    finally:
+        print("\n".join(differs or describe_values(verdict)), end="\n\n")
+    print(f"saved {picture}" if draws else "-o FILE draws it over the public runs all the same.")
     print(
         "no verdict: the flags above make this a different run from the public ones." if differs else verdict,
         flush=True,

@@ -119,13 +119,29 @@ def test_a_line_that_cannot_be_read_is_no_nan_and_a_hole_has_no_hours(tmp_path, 
     assert "nan" not in title and row.split()[4] == "0.030"  # three steps of 36 s
     (run / "log.txt").write_text(log.replace("1 seconds 36\n", ""))
     assert compared(tmp_path, capsys, run)[-1].split()[4] == "-"
+    with pytest.raises(UserError, match="run/log.txt lacks steps, so its hours are unknown. Use --x steps"):
+        compare.main([str(run), "--x", "hours"])
+
+
+@pytest.mark.parametrize("flag", ["--normal", "--x=steps"])
+def test_the_picture_is_there_if_the_reader_of_stdout_has_left(tmp_path, monkeypatch, flag):
+    """As in `compare.py ... | head`."""
+    run, picture = write_run(tmp_path / "run", [10.9] * 20, {0: 10.9}), tmp_path / "picture.png"
+
+    def fail(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", fail)
+    with pytest.raises(BrokenPipeError):
+        compare.main([str(run), flag, "-o", str(picture)])
+    assert picture.read_bytes().startswith(PNG)
 
 
 def test_a_line_with_a_huge_step_takes_no_time(tmp_path, capsys):
     run = write_run(tmp_path / "run", [5.0, 4.0], {2: 4.5})
     with open(run / "log.txt", "a") as file:
         file.write("999999999999 seconds 36\n")
-    row = compared(tmp_path, capsys, run, "--x", "hours")[-1].split()
+    row = compared(tmp_path, capsys, run, "--x", "tokens")[-1].split()
     assert row[2] == "1,000,000,000,000" and row[4] == "-"
 
 

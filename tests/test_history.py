@@ -138,7 +138,7 @@ def test_how_a_start_ended_is_known(tmp_path, error, end):
     """Unless it was killed: then it has no second line."""
     append_lines(tmp_path, START)
     assert "ended" not in read_starts(tmp_path)[0]
-    append_lines(tmp_path, describe_end(7, error), START)
+    append_lines(tmp_path, describe_end(7, error), START | {"first_step": 7})
     ended, running = read_starts(tmp_path)
     assert (ended["ended"]["end"], ended["ended"]["step"]) == (end, 7) and "ended" not in running
 
@@ -195,6 +195,15 @@ def test_a_full_disk_is_a_warning_and_the_line_comes_with_the_next_checkpoint(
     [start] = read_starts(tmp_path / "run")
     assert len(calls) == 3 and start["ended"]["end"] == "finished" and read_starts(tmp_path / "nothing") == []
     assert trainer_file(tmp_path / "run/model_00002")["run"] == start["run"]
+
+
+def test_a_file_that_is_removed_during_a_run_is_written_again(byte_shards, tmp_path, monkeypatch):
+    """With the flags and data that the curves and compare.py need."""
+    file = tmp_path / "run/starts.jsonl"
+    monkeypatch.setattr(run_logger.RunLogger, "print_progress", lambda *_, **__: file.unlink(missing_ok=True))
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
+    [start] = read_starts(tmp_path / "run")
+    assert start["flags"]["max_steps"] == 2 and start["ended"]["end"] == "finished"
 
 
 def test_versions_have_the_commit_of_git_in_this_folder_alone(tmp_path, monkeypatch):

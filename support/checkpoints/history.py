@@ -102,7 +102,7 @@ def describe_end(step: int, error: BaseException | None) -> dict[str, Any]:
 
 
 def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
-    """Appends lines to `starts.jsonl`, and waits until they are on the disk.
+    """Appends lines to `starts.jsonl`, but starts only if it lacks them, and waits until they are on the disk.
 
     A list of shards, which may be long, gets a line of its own before the first start with it.
 
@@ -115,7 +115,7 @@ def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     added = b"" if before.endswith(b"\n") or not before else b"\n"  # cut off by a kill or a full disk
     for line in itertools.chain.from_iterable(map(_list_shards_apart, lines)):
         text = json.dumps(line).encode() + b"\n"
-        if "shards" not in line or text not in before + added:
+        if "end" in line or text not in before + added:
             added += text
     with open(path, "ab") as file:
         file.write(added)

@@ -68,7 +68,7 @@ class RunLogger:
         with dist.failing_together():
             self._trackers = Trackers(start_trackers(run.config, self.first_step) if dist.rank == 0 else [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
-        self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
+        self._starts = list[dict[str, Any]]()  # of starts.jsonl: this process's own, and in a fork those of its parent
         self.log, self.evaluations = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
             self._continue_files(folder, dist)
@@ -97,7 +97,7 @@ class RunLogger:
         self._starts.append(describe_start(run, dist))
         start = self._starts[-1]
         try:  # before the log: a killed process leaves none without its start
-            self._write_starts(folder)
+            append_lines(folder, *self._starts)
         except OSError as error:
             warn(f"cannot write {folder / FILE} ({describe_error(error, folder)}).")
         self.log, logged = LogFile(path, first_step, source), read_log(path)
@@ -105,11 +105,6 @@ class RunLogger:
             warn(f"{path} lacks {missing:,} of the {first_step:,} steps before this one.")
         for name in self.evaluations:
             self.evaluations[name] = comparable_values(name, logged[name], [*earlier, start])
-
-    def _write_starts(self, folder: Path) -> None:
-        if self._starts:
-            append_lines(folder, *self._starts)
-            self._starts = []
 
     def log_known_loss(self) -> None:
         """Logs the validation loss of the checkpoint that this process starts from, if that is known."""
@@ -207,7 +202,9 @@ class RunLogger:
         """
         self.log.sync()
         if self._folder:
-            self._write_starts(self._folder)
+            append_lines(
+                self._folder, *self._starts
+            )  # again: the first time may have failed, or somebody removed the file
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
@@ -224,7 +221,7 @@ class RunLogger:
         try:
             if self._folder:
                 with contextlib.suppress(OSError):  # as if it had been killed
-                    append_lines(self._folder, describe_end(self._next_step, value))
+                    append_lines(self._folder, *self._starts, describe_end(self._next_step, value))
             if kind is None:
                 self.log.close()
                 self._curves.draw()
