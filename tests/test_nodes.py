@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from functools import partial
 
 import pytest
@@ -54,8 +55,8 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
     assert [line for line in resumed if " train " in line] == [line for line in straight if " train " in line]
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_path, stopped):
+@pytest.mark.parametrize("stopped, seconds_left, queued", [(True, 9999, True), (False, 60, True), (False, 9999, False)])
+def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_path, stopped, seconds_left, queued):
     """The script in docs/many-gpus.md; its programs append their arguments to `calls.txt`, and do what they are told to."""
     page = (ROOT / "docs" / "many-gpus.md").read_text().split("### Slurm\n")[1]
     (tmp_path / "train.sbatch").write_text(re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)[1])
@@ -70,6 +71,7 @@ def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_p
         (tmp_path / "bin" / program).write_text(f'#!/bin/bash\necho {program} "$@" >> {tmp_path}/calls.txt\n{body}\n')
         (tmp_path / "bin" / program).chmod(0o755)
     slurm = dict(JOB_ID="7", JOB_NODELIST="node-[a-b]", NNODES="2", NODEID="1", GPUS_ON_NODE="8")
+    slurm["JOB_END_TIME"] = str(int(time.time()) + seconds_left)
     environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
     command = ["bash", "train.sbatch", "--model", "gpt2-xl"]
@@ -79,4 +81,4 @@ def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_p
         "torchrun --nnodes=2 --node_rank=1 --master_addr=node-a --master_port=29500 --nproc_per_node=8 --max-restarts=3 "
         "train_gpt2.py --resume auto --model gpt2-xl"
     ]
-    assert (done.returncode, done.stderr) == (1, "") and ("scontrol requeue 7" in calls) == stopped
+    assert (done.returncode, done.stderr) == (1, "") and ("scontrol requeue 7" in calls) == queued
