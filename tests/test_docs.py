@@ -122,7 +122,7 @@ def test_flags_in_the_text_exist(capsys):
     others = (
         "nnodes node_rank nproc_per_node master_addr master_port standalone max-restarts rdzv-backend"  # torchrun's
     )
-    others += " dependency gpus-per-node nodes parsable"  # Slurm's
+    others += " dependency gpus-per-node nodes parsable requeue"  # Slurm's
     others += " no-project with-requirements index-url logdir local-dir exclude pid"
     known = {f"--{name}" for name in others.split()}
     for script in (train_gpt2, *SCRIPTS.values()):
