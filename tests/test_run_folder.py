@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY_FLAGS, start_run, wait_for
+from helpers import ROOT, TINY_FLAGS, start_run, wait_for
 from runs import log_without_seconds
-from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, trained, trainer_file
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, resumed, trained, trainer_file
 
 import train_gpt2
 from support.checkpoints import run_folder
@@ -179,3 +181,21 @@ def test_the_shards_of_a_run_that_is_starting_stay(byte_shards, tmp_path, monkey
     monkeypatch.setattr(train_gpt2, "initial_model", start_another)
     train_gpt2.main([*flags, "--text", "x.txt"])
     assert refused == [True] and checkpoint_names(Path("run")) == ["model_00002"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["> {}", "2>&1 | tee {}"])
+def test_output_that_is_redirected_to_the_log_is_refused(byte_shards, tmp_path, command):
+    """The log replaces the file, and what the run prints would be lost."""
+    out = tmp_path / "run"
+    out.mkdir()
+    flags = shlex.join([*TINY_FLAGS, "--data", str(byte_shards), "--out", str(out), "--max-steps", "2"])
+    for run in (flags, f"{flags} --resume auto"):
+        shell = f"{sys.executable} {ROOT / 'train_gpt2.py'} {run} {command.format(out / 'log.txt')}"
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "log.txt is empty. If the output" in done.stdout + done.stderr
+    os.remove(out / "log.txt")
+    trained(out, "--data", byte_shards, "--max-steps", 2)
+    os.truncate(out / "log.txt", 0)  # as the shell would
+    with pytest.raises(UserError, match="log.txt is empty. If the output"):
+        resumed(out, "--max-steps", 2)

@@ -103,7 +103,11 @@ def has_finished(out: str, step: int | None = None) -> bool:
 
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
-    checkpoints, starts = list_checkpoints(folder), read_starts(folder)
+    checkpoints, starts, log = list_checkpoints(folder), read_starts(folder), folder / "log.txt"
+    if log.is_file() and log.stat().st_size == 0 and (checkpoint is not None or not starts):
+        raise UserError(
+            f"{log} is empty. If the output of this command goes there, use another file; if not, remove it."
+        )
     if checkpoint is not None:
         newer = [path for path in checkpoints if step_of(path) > checkpoint.step]
         if any(find_corruption(path) is None for path in newer):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,9 +229,11 @@ def _remove_if_empty(folder: OutputFolder) -> None:
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
         for parts in folder.directory.glob(ALL_PARTS):
             parts.rmdir()
-        for name in (TOKENIZER_JSON, MANIFEST, files.LOCK):
+        for name in (TOKENIZER_JSON, MANIFEST):
             (folder.directory / name).unlink(missing_ok=True)
-        folder.directory.rmdir()
+        if os.listdir(folder.directory) == [files.LOCK]:  # in a run's folder, the lock is the run's
+            (folder.directory / files.LOCK).unlink()
+            folder.directory.rmdir()
 
 
 # -----------------------------------------------------------------------------
