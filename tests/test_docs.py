@@ -122,8 +122,8 @@ def test_flags_in_the_text_exist(capsys):
     others = (
         "nnodes node_rank nproc_per_node master_addr master_port standalone max-restarts rdzv-backend"  # torchrun's
     )
-    others += " dependency gpus-per-node nodes parsable requeue"  # Slurm's
-    others += " no-project with-requirements index-url logdir local-dir exclude pid"
+    others += " dependency exclude gpus-per-node nodes parsable requeue"  # Slurm's
+    others += " no-project with-requirements index-url logdir local-dir pid system-site-packages"
     known = {f"--{name}" for name in others.split()}
     for script in (train_gpt2, *SCRIPTS.values()):
         with pytest.raises(SystemExit):
