@@ -202,9 +202,7 @@ class RunLogger:
         """
         self.log.sync()
         if self._folder:
-            append_lines(
-                self._folder, *self._starts
-            )  # again: the first time may have failed, or somebody removed the file
+            append_lines(self._folder, *self._starts)  # again, if the first time failed or the file was removed
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
