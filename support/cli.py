@@ -304,6 +304,8 @@ def _make_parser(
             usual = f"{{{','.join(flag.choices)}}}" if flag.choices else {int: "N", float: "X"}.get(types[name], "NAME")
             options |= {"metavar": flag.metavar or usual, "nargs": flag.nargs, "const": flag.const}
             options["type"] = functools.partial(convert, name)
+            if flag.nargs == "+":
+                options["action"] = "extend"  # a flag that is given twice has the values of both
         names = [name] if flag.positional else filter(None, [flag.short, flag_name(name)])
         groups[flag.group].add_argument(*names, **options)
     group = parser.add_argument_group("help")  # comes last

@@ -202,6 +202,12 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
 STRINGS = [field.name for field in fields(CommandLine) if field.type in ("str", "str | None")]
 
 
+def test_a_flag_of_several_values_may_be_given_twice():
+    """As other programs want it; the first ones would be lost without a word."""
+    words = "--input a.txt b.txt --output x --input c.txt".split()
+    assert fineweb.parse_arguments(words).input == ["a.txt", "b.txt", "c.txt"]
+
+
 def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch):
     """A shell variable may be unset: --out "$OUT". But the prompt may be empty."""
     monkeypatch.chdir(tmp_path)

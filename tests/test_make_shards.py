@@ -131,6 +131,9 @@ def test_split_documents_cuts_inside_a_document(tmp_path, capsys):
     make_shards(corpus_of(texts), tmp_path / "between", tokenizer="bytes")
     assert split_sizes(tmp_path / "between") == [("val", 60), ("train", 40)]
     assert "note: that is more than 10%" in capsys.readouterr().out
+    make_shards(corpus_of([*texts, "d"]), tmp_path / "less", tokenizer="bytes")
+    assert split_sizes(tmp_path / "less") == [("val", 2), ("train", 100)]
+    assert "note: that is less than 10%" in capsys.readouterr().out
     make_shards(corpus_of(texts), tmp_path / "inside", tokenizer="bytes", split_documents=True)
     assert split_sizes(tmp_path / "inside") == [("val", 10), ("train", 90)]
     assert "note" not in capsys.readouterr().out

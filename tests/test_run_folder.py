@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -199,3 +200,23 @@ def test_output_that_is_redirected_to_the_log_is_refused(byte_shards, tmp_path, 
     os.truncate(out / "log.txt", 0)  # as the shell would
     with pytest.raises(UserError, match="log.txt is empty. If the output"):
         resumed(out, "--max-steps", 2)
+
+
+def test_a_log_of_another_program_stays(byte_shards, tmp_path):
+    (tmp_path / "log.txt").write_text("my notes\n")
+    for how in ([], ["--resume", "auto"]):
+        with pytest.raises(UserError, match="log.txt is not the log of a run of this project"):
+            trained(tmp_path, "--data", byte_shards, "--max-steps", 2, *how)
+    assert (tmp_path / "log.txt").read_text() == "my notes\n"
+
+
+def test_a_run_that_starts_over_says_how_long_its_log_was(byte_shards, tmp_path, capsys):
+    """Its checkpoints may have been moved away."""
+    flags = ["--data", byte_shards, "--max-steps", 4, "--resume", "auto"]
+    trained(tmp_path, *flags)
+    shutil.rmtree(tmp_path / "model_00004")
+    starts = (tmp_path / "starts.jsonl").read_text().splitlines(True)
+    (tmp_path / "starts.jsonl").write_text("".join(starts[:-1]))
+    assert "starts over" not in capsys.readouterr().err
+    trained(tmp_path, *flags)
+    assert f"{tmp_path} has no checkpoint, so the run starts over. Its log of 4 steps" in capsys.readouterr().err

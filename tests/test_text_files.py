@@ -248,7 +248,7 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
     visible = [Path("t/a.txt"), Path("t/d/b.txt"), Path("t/linked/deep/c.jsonl")]
     said = list[str]()
     assert find_input(["t", "t/d"], said.append) == find_input(["t/**/*.*[!v]"]) == visible
-    why = "(names that begin with a dot, and folders of runs and shards)"
+    why = "(names that begin with a dot, and files of runs and shards)"
     assert said == [
         f"skipped 4 files, such as t/._b.txt {why}",
         "skipped t/linked/x.csv (not .txt, .jsonl or .parquet)",
@@ -259,6 +259,20 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
     Path("only/.a.txt").write_text("a")
     with pytest.raises(UserError, match=rf"no text in only: skipped only/.a.txt {re.escape(why)}\. Give"):
         find_input(["only"])
+
+
+def test_the_log_of_a_run_is_no_text_unless_it_is_named(tmp_path, monkeypatch):
+    """With --out ., the run's files are beside the text."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "log.txt", "starts.jsonl"):
+        Path(name).write_text(name)
+    text = [Path("a.txt"), Path("log.txt"), Path("starts.jsonl")]
+    assert find_input(["."]) == find_input(["*.*"]) == text  # there is no run: these are texts with such names
+    Path(LOCK).touch()
+    said = list[str]()
+    assert find_input(["."], said.append) == find_input(["*.*"], said.append) == text[:1]
+    assert said == ["skipped 2 files, such as log.txt (names that begin with a dot, and files of runs and shards)"] * 2
+    assert find_input(["log.txt"]) == text[1:2]
 
 
 def test_a_folder_that_is_reached_twice_has_its_own_name(tmp_path):

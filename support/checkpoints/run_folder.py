@@ -125,10 +125,12 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
             pass
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
     elif has_run(folder):
+        if not starts:  # a run writes them first
+            raise UserError(f"{log} is not the log of a run of this project: there is no {FILE}. Use another --out.")
         if has_finished(config.out):
             raise UserError(f"{folder} already contains a run, which has finished. Use another --out.")
         # the same command starts over
-        if config.resume != "auto" and (not starts or starts[-1].get("arguments") != words_of(sys.argv[1:])):
+        if config.resume != "auto" and starts[-1].get("arguments") != words_of(sys.argv[1:]):
             raise UserError(
                 f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
             )

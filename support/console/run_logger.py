@@ -87,6 +87,8 @@ class RunLogger:
     def _continue_files(self, folder: Path, dist: Distributed) -> None:
         run, path, first_step = self.run, folder / "log.txt", self.first_step
         earlier, source = read_starts(folder), path
+        if not first_step and (dropped := len(read_log(path, finite=False)["train"])):
+            warn(f"{folder} has no checkpoint, so the run starts over. Its log of {dropped:,} steps is replaced.")
         if run.checkpoint and run.forked:
             earlier, source = starts_of_parent(run.checkpoint), run.checkpoint.path.parent / "log.txt"
             self._starts = earlier.copy()

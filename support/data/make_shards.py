@@ -357,9 +357,10 @@ def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: f
     split_point = val_split_point(read_slices(parts.find(0, total)), total, parts.eot, fraction, split_documents)
     val_tokens = total - split_point
     folder.report(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
-    if val_tokens > 2 * max(1, fraction * total):
+    if not 0.5 * fraction * total <= val_tokens <= 2 * max(1, fraction * total):
+        comparison = "more" if val_tokens > fraction * total else "less"
         folder.report(
-            f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
+            f"note: that is {comparison} than {fraction:.0%} because one of the last documents is long. Split it with "
             "--split-documents, or divide the text into more documents with --document-separator."
         )
     train, val = range(0, split_point, size), range(split_point, total, size)

@@ -53,7 +53,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
     """Returns the paths with a `text_suffix` below a folder, except folders, those that are skipped, and all other files.
 
     Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Also skips
-    folders of runs and shards, which have a lock file.
+    folders of runs and shards, which have a lock file. If `folder` itself is one, skips the run's files.
     """
     paths: list[Path] = []
     skipped: list[Path] = []
@@ -65,6 +65,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         visited.add(os.path.realpath(parent))
         hidden = {name for name in (*folders, *names) if name.startswith(".")}
         hidden |= {name for name in folders if os.path.exists(os.path.join(parent, name, LOCK))}
+        hidden |= {name for name in names if _is_of_run(Path(parent, name))}
         skipped += [Path(parent, name) for name in sorted(hidden)]
         # in an order that does not depend on the disk; links last, so that a folder has its own name
         visible = [name for name in folders if name not in hidden]
@@ -73,6 +74,11 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
     in_skipped = (file for path in skipped for file in (path, *sorted(path.rglob("*"))))
     others = sorted(itertools.filterfalse(text_suffix, paths))
     return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_skipped)), others
+
+
+def _is_of_run(path: Path) -> bool:
+    """Returns whether a file is the log of a run, or the list of its starts."""
+    return path.name in ("log.txt", "starts.jsonl") and (path.parent / LOCK).exists()
 
 
 def has_text_files(folder: Path) -> bool:
@@ -106,7 +112,9 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         for match in matches:
-            found = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [], [])
+            path = Path(os.path.normpath(match))
+            is_named = match == pattern or not _is_of_run(path)
+            found = find_text_files(match) if path.is_dir() else ([path], [], []) if is_named else ([], [path], [])
             skipped.update(dict.fromkeys(found[1]))
             others.update(dict.fromkeys(found[2]))
             for path in found[0]:
@@ -114,7 +122,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
     problems = list(filter(None, map(_problem_of, unique.values())))
     notes = []
     if skipped:
-        notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and folders of runs and shards)")
+        notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs and shards)")
     if others:
         notes.append(f"skipped {_count(others)} (not .txt, .jsonl or .parquet)")
     if not unique:
