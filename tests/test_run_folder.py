@@ -153,14 +153,15 @@ def test_no_run_is_in_a_checkpoint(tmp_path):
             lock(tmp_path / out)
 
 
-def test_a_run_that_fails_before_it_begins_leaves_nothing(byte_shards, tmp_path):
+def test_a_run_that_fails_before_it_begins_leaves_nothing(byte_shards, tmp_path, monkeypatch):
     """A folder with a lock would be taken for a run's, and not be read as text."""
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    for out in (tmp_path / "new", mine):
+    monkeypatch.chdir(tmp_path)
+    mine = Path("mine/runs")
+    mine.mkdir(parents=True)
+    for out in (Path("new"), mine, mine / "a/b", mine.absolute() / "c"):
         with pytest.raises(UserError, match="there is no folder"):
-            trained(out, "--data", tmp_path / "none")
-    assert list(tmp_path.iterdir()) == [mine] and list(mine.iterdir()) == []
+            trained(out, "--data", "none")
+    assert list(tmp_path.rglob("*")) == [mine.parent.absolute(), mine.absolute()]
 
 
 def test_the_shards_of_a_run_that_is_starting_stay(byte_shards, tmp_path, monkeypatch):

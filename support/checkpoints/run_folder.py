@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from support.sizing.presets import make_preset_shards
 def locked(config: TrainConfig, start: Start, dist: Distributed) -> Iterator[None]:
     """Creates the folder and keeps other processes out of it until the block ends. Rank 0 does it for all ranks.
 
-    Removes what a killed process left half-written. If no run begins in the block, the lock file goes again, and the
-    folder, if it was created and is empty.
+    Removes what a killed process left half-written. If no run begins in the block, the lock file is removed, and so is
+    the folder if it was created and is empty.
 
     Raises:
         UserError: on all ranks: the folder is not writable, is in use, or has another run.
@@ -46,7 +47,7 @@ def _lock(folder: Path, config: TrainConfig, checkpoint: Checkpoint | None, stac
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(files.lock_folder(folder, "--out"))
-        stack.callback(_remove_unused, folder, is_new=existing != folder)
+        stack.callback(_remove_unused, folder, existing)
         _check_contents(config, checkpoint)
         remove_leftovers(folder)
         last_step = checkpoint.step if checkpoint else 0
@@ -59,13 +60,14 @@ def _lock(folder: Path, config: TrainConfig, checkpoint: Checkpoint | None, stac
         raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
 
 
-def _remove_unused(folder: Path, is_new: bool) -> None:
+def _remove_unused(folder: Path, existing: Path) -> None:
+    """Removes the lock, and the folders below `existing`, if no run has begun and they are empty."""
     if has_run(folder):
         return
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
         (folder / files.LOCK).unlink()
-        if is_new:
-            folder.rmdir()
+        for new in itertools.takewhile(lambda path: path != existing, (folder.absolute(), *folder.absolute().parents)):
+            new.rmdir()
 
 
 def make_own_shards(config: TrainConfig, start: Start) -> None:

@@ -238,6 +238,7 @@ def describe_longer_run(config: TrainConfig, start: Start, passes: float) -> lis
     longer = presets.longer_run(config, start.sources, passes, start.tables)
     if longer_from is None or not longer:
         return []
-    words = ["--fork", shlex.quote(str(longer_from)), "--out", shlex.quote(first_free(f"{config.out}_longer"))]
+    out = config.out if Path(config.out).name else Path(config.out).absolute()  # the name of . is empty
+    words = ["--fork", shlex.quote(str(longer_from)), "--out", shlex.quote(first_free(f"{out}_longer"))]
     words += [flag_words(name, value) for name, value in longer.items()]
     return [f"longer  python train_gpt2.py {' '.join(words)}"]
