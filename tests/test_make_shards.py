@@ -468,6 +468,27 @@ def test_shards_that_are_in_use_are_not_said_to_be_in_the_way(tmp_path, monkeypa
         fineweb.main(command.format("b.txt").split())
 
 
+def test_parts_that_would_be_encoded_again_are_noted(texts, capsys):
+    """They may have taken many machines hours."""
+    for share in ((1, 2), (2, 2)):
+        make("out", only_parts=share)
+    assert "are not used" not in capsys.readouterr().out
+    make("out", val_fraction=0.25)
+    said = capsys.readouterr().out
+    assert (
+        said.count("note: parts in out are not used, and removed at the end: --val-fraction was None and is now") == 1
+    )
+
+
+def test_a_complete_folder_with_a_shard_that_is_not_listed_is_refused(texts):
+    """As --check and training refuse it."""
+    manifest = make("out")
+    name = manifest["shards"][0]["file"]
+    shutil.copy(f"out/{name}", f"out/{name.rpartition('_')[0]}_000099.npy")
+    with pytest.raises(UserError, match="_000099.npy is not in the manifest. Move it out of the folder"):
+        make("out")
+
+
 def test_the_parts_of_another_text_are_not_used(texts):
     """As after a bad line was corrected."""
     make("out", only_parts=(1, 2))

@@ -391,14 +391,15 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
         said = capfd.readouterr().out
         assert said.count("note    skipped ") == 2 and f"note    skipped {folder}/picture.png (not .txt, " in said
     (folder / "a.txt").write_text(TEXT + "One more.")
-    (folder / "log" / "starts.jsonl").unlink()  # which says that the run has finished
+    starts = (folder / "log" / "starts.jsonl").read_text().splitlines(True)
+    (folder / "log" / "starts.jsonl").write_text("".join(starts[:-1]))  # as if the run had been killed
     with pytest.raises(
         UserError, match=r"log/data has shards from a different source or setting.* Use another --out, or"
     ):
         train(configure([*flags, "--out", folder / "log", "--resume", "auto"])[0], ONE_PROCESS, NEW_RUN)
 
 
-def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one(tmp_path, monkeypatch):
+def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one(tmp_path, monkeypatch, capsys):
     """Its shards are made again, as no run has used them; a folder that others have filled is left alone."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("A few words.")
@@ -407,7 +408,9 @@ def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one
         train(config, ONE_PROCESS, NEW_RUN)
     Path("run/data/notes.md").write_text("mine")
     Path("text.txt").write_text(TEXT)
+    capsys.readouterr()
     train(config, ONE_PROCESS, NEW_RUN)
+    assert "note    the shards in run/data are of another text. They are replaced." in capsys.readouterr().out
     manifest = json.loads(Path("run/data/manifest.json").read_text())
     assert sum(shard["tokens"] for shard in manifest["shards"]) == len(TEXT) + 1
     assert {path.name for path in Path("run/data").glob("*.npy")} == {shard["file"] for shard in manifest["shards"]}

@@ -106,6 +106,8 @@ def has_finished(out: str, step: int | None = None) -> bool:
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
     checkpoints, starts, log = list_checkpoints(folder), read_starts(folder), folder / "log.txt"
+    if _is_output(log):
+        raise UserError(f"the output of this command goes to {log}, which the run writes itself. Use another file.")
     if log.is_file() and log.stat().st_size == 0 and (checkpoint is not None or not starts):
         raise UserError(
             f"{log} is empty. If the output of this command goes there, use another file; if not, remove it."
@@ -136,3 +138,10 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
             raise UserError(
                 f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
             )
+
+
+def _is_output(path: Path) -> bool:
+    """Returns whether stdout or stderr of this process is redirected to a file."""
+    with contextlib.suppress(OSError):
+        return any(os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor in (1, 2))
+    return False

@@ -136,7 +136,9 @@ def open_output_folder(
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.lock_folder(directory, flag, shared=only_parts))
         # again, under the lock: another run may have written shards meanwhile
-        folder.manifest = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag, verify=not only_parts)
+        folder.manifest = _adopt_finished_shards(
+            directory, manifest, prefix, only_parts, flag, verify=not only_parts, report=report
+        )
         if not only_parts:
             stack.callback(_remove_if_empty, folder)
             # a killed run leaves these behind
@@ -147,30 +149,41 @@ def open_output_folder(
 
 
 def _adopt_finished_shards(
-    directory: Path, manifest: Manifest, prefix: str, only_parts: bool, flag: str, verify: bool = False
+    directory: Path,
+    manifest: Manifest,
+    prefix: str,
+    only_parts: bool,
+    flag: str,
+    verify: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> Manifest:
     """Returns the manifest with the shards that an earlier run with the same source and settings finished.
 
     Args:
         verify: compare their checksums; those of a complete folder are always compared.
+        report: is told if there are parts, which may have taken many machines hours, that have to be encoded again.
 
     Raises:
         UserError: the folder has other shards.
     """
     earlier = described = load_manifest(directory)
     if earlier and (differences := _differences(manifest, earlier)):
-        # with `only_parts`, another machine may be encoding these parts
-        if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
+        has_parts = any(directory.glob(f"{ALL_PARTS}/*.json"))
+        if earlier["shards"] or (only_parts and has_parts):  # another machine may be encoding these parts
             raise OtherShardsError(
                 f"{directory} has shards from a different source or setting: {'; '.join(differences)}. Use another "
                 f"{flag}, or remove {directory}."
             )
-        earlier = None  # its parts are removed when the new shards are complete
+        if has_parts and report:
+            report(f"note: parts in {directory} are not used, and removed at the end: {'; '.join(differences)}")
+        earlier = None
     for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
         if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
             raise UserError(
                 f"{directory} has shards from another tool, such as {path.name}. Move them away, or use another {flag}."
             )
+        if earlier["complete"] and path.name not in {entry["file"] for entry in earlier["shards"]}:
+            raise UserError(f"{path} is not in the manifest. Move it out of the folder.")
     if described is None and (directory / TOKENIZER_JSON).exists():
         raise UserError(f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another {flag}.")
     if earlier is None:

@@ -326,6 +326,7 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bo
     except OtherShardsError:
         if not may_replace:
             raise
+        print_lines(f"note    the shards in {config.data} are of another text. They are replaced.")
         remove_shards(Path(config.data), "--out")
         make()
     finally:
