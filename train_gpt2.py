@@ -715,6 +715,8 @@ def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: 
 def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
+    `run_folder.locked` keeps other processes out of its folder.
+
     Raises:
         UserError: the data, folder or model is unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
