@@ -89,6 +89,12 @@ def test_nor_is_that_of_a_text_that_is_just_longer_than_what_is_trained_on(monke
     assert "".join(bpe.training_texts(Documents("d", ["x" * 95 + "y" * 10]))) == "x" * 95
 
 
+def test_nor_is_what_comes_after_max_tokens():
+    assert (
+        "".join(bpe.training_texts(Documents("d", ["0123456789" * 10]), max_tokens=20)) == "0123456789" * 3 + "012345"
+    )
+
+
 def test_nor_is_a_larger_fraction(tmp_path, monkeypatch):
     trained_on, train_bpe = [], bpe.train_bpe
     monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: trained_on.extend(texts) or train_bpe(texts, size))

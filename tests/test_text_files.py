@@ -275,6 +275,18 @@ def test_the_log_of_a_run_is_no_text_unless_it_is_named(tmp_path, monkeypatch):
     assert find_input(["log.txt"]) == text[1:2]
 
 
+def test_a_compressed_copy_of_a_file_is_skipped(tmp_path, monkeypatch):
+    """As gzip -k and zstd leave them; the copy would be the validation split."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.txt.gz", "a.txt.zst", "b.txt.gz", "c.gz"):
+        Path(name).write_text(name)
+    said = list[str]()
+    assert (
+        find_input(["."], said.append) == find_input(["b.txt.gz", "a.txt"])[::-1] == [Path("a.txt"), Path("b.txt.gz")]
+    )
+    assert said[0] == "skipped 2 files, such as a.txt.gz (compressed, beside the same file without .gz or .zst)"
+
+
 def test_a_folder_that_is_reached_twice_has_its_own_name(tmp_path):
     """Whatever the order in which the disk lists them, or two disks would give a text in two orders."""
     for year in ("2023", "2024", "2025"):

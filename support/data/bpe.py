@@ -20,6 +20,7 @@ from support.data.tokenizer import (
 TRAINING_CHARS = 1 << 25  # the encoding is trained on the beginning of a corpus, up to this many characters
 HELD_OUT = 0.1  # at least this fraction, at the end of a corpus, is left out: a small corpus is validated on it
 CHARS_PER_TOKEN_OF_VOCABULARY = 500
+MIN_CHARS_PER_TOKEN = 2  # of a trained encoding, in an alphabetic script
 MAX_TOKEN_BYTES = 64
 _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,256}|\s{1,256}")
 
@@ -57,15 +58,20 @@ def _cut_long_words(text: str) -> list[str]:
     return _PIECE.findall(text) if _LONG_WORD.search(text) else [text]
 
 
-def training_texts(corpus: Corpus, held_out: float = HELD_OUT) -> list[str]:
-    """Returns up to TRAINING_CHARS characters from the beginning of a corpus, never from its last fraction `held_out`."""
+def training_texts(corpus: Corpus, held_out: float = HELD_OUT, max_tokens: int | None = None) -> list[str]:
+    """Returns up to TRAINING_CHARS characters from the beginning of a corpus, never from its last fraction `held_out`.
+
+    Args:
+        max_tokens: the corpus ends there, whatever follows.
+    """
 
     def read_all() -> Iterator[str]:
         for part in corpus.parts():
             corpus.prepare(part)
             yield from (text for text, _ in corpus.read(part))
 
-    texts = _truncate(read_all(), math.ceil(TRAINING_CHARS / (1 - held_out)))
+    most = MIN_CHARS_PER_TOKEN * (max_tokens or math.inf)
+    texts = _truncate(read_all(), math.ceil(min(most, TRAINING_CHARS / (1 - held_out))))
     chars = sum(map(len, texts))
     return _truncate(texts, min(TRAINING_CHARS, chars - int(held_out * chars)))
 

@@ -151,8 +151,9 @@ def _write_tokenizer(
     else:
         tokenizer = get_tokenizer(name, folder.directory, *filter(None, [copy_of]))
     if tokenizer is None:
-        val_fraction = folder.manifest["settings"].get("val_fraction")
-        texts = bpe.training_texts(corpus, max(bpe.HELD_OUT, float(val_fraction or 0)))
+        settings = folder.manifest["settings"]
+        held_out, max_tokens = float(settings.get("val_fraction") or 0), settings.get("max_tokens")
+        texts = bpe.training_texts(corpus, max(bpe.HELD_OUT, held_out), int(max_tokens) if max_tokens else None)
         folder.report(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
         fitting = min(bpe.fitting_vocab_size(sum(map(len, texts))), largest or sys.maxsize)
         tokenizer = bpe.train_bpe(texts, vocab_size or corpus.vocab_size or fitting)

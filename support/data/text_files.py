@@ -119,8 +119,13 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
             others.update(dict.fromkeys(found[2]))
             for path in found[0]:
                 unique.setdefault(os.path.realpath(path), path)
+    paths = set(unique.values())
+    copies = [path for path in paths if compression(path) and path.with_suffix("") in paths]
+    unique = {real: path for real, path in unique.items() if path not in copies}
     problems = list(filter(None, map(_problem_of, unique.values())))
     notes = []
+    if copies:
+        notes.append(f"skipped {_count(sorted(copies))} (compressed, beside the same file without .gz or .zst)")
     if skipped:
         notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs and shards)")
     if others:
