@@ -19,6 +19,7 @@ import codecs
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from support.checkpoints.huggingface import find_model, read_config
-from support.cli import UserError, flag, parse_flags, run_cli
+from support.cli import UserError, flag, parse_flags, print_lines, run_cli
 from support.config import DEFAULT_PROMPT, DEVICES
 from support.data.tokenizer import END_OF_TEXT, VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
@@ -39,6 +40,7 @@ from train_gpt2 import GPT, GPTConfig
 DEFAULT_NUM_TEXTS = 4
 MAX_BATCH = 64  # texts generated at a time
 MAX_CACHE_BYTES = 2 << 30  # limit of the KV cache; beyond it, fewer texts are generated at a time
+WAIT_SECONDS = 2.0
 MAX_PROMPT_CHARS = 1 << 20  # far more than a context holds; a pipe may never end
 # a model could generate any terminal control sequence
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
@@ -117,13 +119,23 @@ def piped_prompt() -> str | None:
     if sys.stdin is None or sys.stdin.isatty():
         return None
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}  # `encode_prompt` reports errors
+    # some terminals and remote shells leave a pipe open, though nobody writes to it
+    waiting = threading.Timer(
+        WAIT_SECONDS,
+        print_lines,
+        ("waiting for the text to continue on stdin (or pass it with --prompt) ...", sys.stderr),
+    )
+    waiting.daemon = True
     try:
         if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):  # /dev/null
             return None
         sys.stdin.reconfigure(**options)  # type: ignore[union-attr]
+        waiting.start()
         text = sys.stdin.read(MAX_PROMPT_CHARS).removesuffix("\n")
     except OSError:  # nohup makes stdin write-only
         return None
+    finally:
+        waiting.cancel()
     if not text:
         raise UserError("the text on stdin is empty. Pipe in a text, or pass one with --prompt.")
     return text

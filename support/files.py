@@ -177,9 +177,9 @@ def _lock_file(file: TextIO, shared: bool) -> None:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
-def first_free(folder: str) -> str:
-    """Returns the first of `folder`, `folder_2`, `folder_3`, ... that does not exist."""
-    names = (folder if n == 1 else f"{folder}_{n}" for n in count(1))
+def first_free(name: str, suffix: str = "") -> str:
+    """Returns the first of `name`, `name_2`, `name_3`, ..., each with the suffix, that does not exist."""
+    names = (f"{name}{suffix}" if n == 1 else f"{name}_{n}{suffix}" for n in count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 

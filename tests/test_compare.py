@@ -123,6 +123,15 @@ def test_a_line_that_cannot_be_read_is_no_nan_and_a_hole_has_no_hours(tmp_path, 
         compare.main([str(run), "--x", "hours"])
 
 
+def test_different_hellaswag_items_are_noted(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / str(items), [5.0], {1: 4.5}, {1: 0.25}, hellaswag_items=items, flags=flags(seed=items))
+        for items in (25, 100)
+    ]
+    note = "note: the runs have different HellaSwag items."
+    assert note in compared(tmp_path, capsys, *runs) and note not in compared(tmp_path, capsys, runs[0])
+
+
 @pytest.mark.parametrize("flag", ["--normal", "--x=steps"])
 def test_the_picture_is_there_if_the_reader_of_stdout_has_left(tmp_path, monkeypatch, flag):
     """As in `compare.py ... | head`."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import re
+import shutil
 
 import pytest
+import torch
 from helpers import steps_done
 from runs import log_without_seconds
-from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, train, trained
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, resumed, train, trained
 
 from support.runtime.profiler import ROWS
 
@@ -46,8 +50,20 @@ def test_a_run_that_ends_before_the_first_recorded_step_says_so(byte_shards, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 99])  # the trace is written after the step, or at the end of the run
-def test_a_trace_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, capsys, steps):
-    (tmp_path / "trace.json.gz").mkdir(parents=True)
+def test_a_trace_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, capsys, monkeypatch, steps):
+    def fail(recorded, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
     trained(tmp_path, "--data", byte_shards, "--max-steps", 6, "--profile", steps)
     assert checkpoint_names(tmp_path) == ["model_00006"] and steps_done(tmp_path) == 6
     assert capsys.readouterr().err.count(f"warning: the profile could not be written to {tmp_path}/trace.json.gz") == 1
+
+
+@pytest.mark.slow
+def test_a_second_trace_of_a_run_does_not_replace_the_first(byte_shards, tmp_path):
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 8, "--checkpoint-every", 4, "--profile", 1)
+    first = (tmp_path / "trace.json.gz").read_bytes()
+    shutil.rmtree(tmp_path / "model_00008")
+    resumed(tmp_path, "--profile", 1)
+    assert (tmp_path / "trace.json.gz").read_bytes() == first and (tmp_path / "trace_2.json.gz").exists()

@@ -197,6 +197,17 @@ def test_what_is_piped_in_is_the_prompt(run, tmp_path, capsys, monkeypatch):
         texts_for(b"caf\xe9")
 
 
+def test_a_pipe_that_stays_open_is_named(capsys, monkeypatch):
+    """Some terminals and remote shells have one, and nobody knows what the program waits for."""
+    reader, writer = os.pipe()
+    with open(reader) as stdin, open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", stdin)
+        patch.setattr(sample, "WAIT_SECONDS", 0.01)
+        patch.setattr(sample, "print_lines", lambda text, file: (print(text, file=file), pipe.write("A"), pipe.close()))
+        assert sample.piped_prompt() == "A"
+    assert capsys.readouterr().err == "waiting for the text to continue on stdin (or pass it with --prompt) ...\n"
+
+
 def test_top_p_and_dtype_are_used(run, capsys, monkeypatch):
     likeliest = texts_of(run, capsys, "--temperature", "0")
     assert likeliest == texts_of(run, capsys, "--top-p", "1e-6") == texts_of(run, capsys, "--top-k", "1", "--seed", "2")

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from support.cli import describe_error, warn
+from support.files import first_free
 
 WARM_UP_STEPS = 3  # steps before the first recorded one: they compile, allocate and read data for the first time
 ROWS = 12  # rows of the table
@@ -17,16 +18,17 @@ ROWS = 12  # rows of the table
 def make_profiler(
     steps: int, folder: str, device: torch.device, rank: int, notice: Callable[[str], None]
 ) -> profile | None:
-    """Returns a profiler that records `steps` steps into `folder`/trace.json.gz and prints a table of them.
+    """Returns a profiler that records `steps` steps into `folder`/trace.json.gz, or trace_2.json.gz if that exists, and
+    so on, and prints a table of them.
 
     Returns None if `steps` is 0, and on all ranks except 0. Call the profiler's `step()` after each step. Evaluations
     between the recorded steps are recorded with them.
     """
     if not steps or rank > 0:
         return None
-    file = Path(folder) / "trace.json.gz"
 
     def report(recorded: profile) -> None:
+        file = Path(first_free(f"{folder}/trace", ".json.gz"))
         try:
             recorded.export_chrome_trace(str(file))
             notice(f"profile written: open {file} in ui.perfetto.dev")
