@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.checkpoints.history import argmin_loss, comparable_values, read_starts
+from support.checkpoints.history import argmin_loss, comparable_values, read_starts, starts_in_log
 from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
 from support.config import TRAIN_FLAGS
 from support.console import normal
@@ -263,7 +263,8 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
             f'{path} has no value to compare, as in the line "10 train 9.8757": the first ones are of steps 0, 10 and 20. '
             "Pass a run's --out folder, or a log.txt."
         )
-    differs = describe_other_recipe(starts[-1]) if starts else []
+    # of any start whose losses are in the log: a fork may have changed the recipe
+    differs = next(filter(None, map(describe_other_recipe, reversed(starts_in_log(starts)))), list[str]())
     draws = asked_to_draw or not differs
     try:  # drawn first, as above
         if draws:

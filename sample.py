@@ -93,7 +93,7 @@ Continue = Callable[..., Iterator[Tensor]]  # `generate` with its options; calle
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name: str) -> list[int]:
-    """Returns the tokens of a prompt, or an end-of-text token if it is empty.
+    """Returns the tokens of a prompt, with an end-of-text token for each <|endoftext|> in it, and one if it is empty.
 
     Raises:
         UserError: it is not valid UTF-8, or is longer than the context.
@@ -102,7 +102,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UserError("the prompt is not valid UTF-8. Convert it to UTF-8.") from error
-    ids = tokenizer.encode(prompt)
+    first, *others = map(tokenizer.encode, prompt.split(END_OF_TEXT))
+    ids = [*first, *(id for piece in others for id in (tokenizer.eot, *piece))]
     if len(ids) > block_size:
         raise UserError(
             f"the prompt has {len(ids)} tokens, but the context of {model_name} is {block_size}. Shorten the prompt."

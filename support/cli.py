@@ -177,7 +177,8 @@ def parse_flags(
             problems.append(f"{flags[name].metavar if flags[name].positional else flag_name(name)} {error}")
 
     parser = _make_parser(flags, types, convert, description, tables or {})
-    words, given = words_of(sys.argv[1:] if argv is None else argv), argparse.Namespace()
+    arguments_given = sys.argv[1:] if argv is None else argv
+    words, given = words_of(arguments_given), argparse.Namespace()
     try:
         if "--" in words:  # argparse would not treat anything after it as a flag
             parser.error("-- is not used here")
@@ -185,6 +186,9 @@ def parse_flags(
         problems += _describe_unknown(unknown, [flag_name(name)[2:] for name in flags])
     except UserError as error:
         problems += error.problems
+    for name in (flag_name(name) for name, flag in flags.items() if flag.nargs == "+"):
+        if sum(word.partition("=")[0] == name for word in arguments_given) > 1:  # argparse would take the last ones
+            problems.append(f"{name} is given twice. Give all its values after one {name}.")
     required = [name for name, flag in flags.items() if flag.required and name not in given]
     problems += [f"{flag_name(name)} is missing. See --help." for name in required]
     if problems:
@@ -304,8 +308,6 @@ def _make_parser(
             usual = f"{{{','.join(flag.choices)}}}" if flag.choices else {int: "N", float: "X"}.get(types[name], "NAME")
             options |= {"metavar": flag.metavar or usual, "nargs": flag.nargs, "const": flag.const}
             options["type"] = functools.partial(convert, name)
-            if flag.nargs == "+":
-                options["action"] = "extend"  # a flag that is given twice has the values of both
         names = [name] if flag.positional else filter(None, [flag.short, flag_name(name)])
         groups[flag.group].add_argument(*names, **options)
     group = parser.add_argument_group("help")  # comes last

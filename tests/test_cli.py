@@ -202,10 +202,12 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
 STRINGS = [field.name for field in fields(CommandLine) if field.type in ("str", "str | None")]
 
 
-def test_a_flag_of_several_values_may_be_given_twice():
-    """As other programs want it; the first ones would be lost without a word."""
-    words = "--input a.txt b.txt --output x --input c.txt".split()
-    assert fineweb.parse_arguments(words).input == ["a.txt", "b.txt", "c.txt"]
+def test_a_flag_of_several_values_is_given_once(tmp_path):
+    """Other programs want it several times; the first ones would be lost without a word."""
+    with pytest.raises(UserError, match="--input is given twice. Give all its values after one --input."):
+        fineweb.parse_arguments("--input a.txt b.txt --output x --input=c.txt".split())
+    (tmp_path / "flags.txt").write_text("--output x --input a.txt b.txt")
+    assert fineweb.parse_arguments([f"@{tmp_path / 'flags.txt'}", "--input", "c.txt"]).input == ["c.txt"]
 
 
 def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch):

@@ -294,6 +294,18 @@ def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags:
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
 
 
+def test_a_fork_of_another_recipe_has_no_verdict(tmp_path, capsys, no_drawing):
+    """The losses before the fork were made with other flags."""
+    write_log(tmp_path / "log.txt", make_log(cut=1000))
+    write_start(tmp_path)
+    fork = json.loads((tmp_path / "starts.jsonl").read_text()) | {"first_step": 500}
+    write_start(tmp_path, max_lr=6e-3)
+    with open(tmp_path / "starts.jsonl", "a") as file:
+        file.write(json.dumps(fork) + "\n")
+    lines = answer(capsys, ".")
+    assert ["--max-lr", "0.006", "0.0006"] in [line.split() for line in lines] and lines[-1].startswith("no verdict: ")
+
+
 def test_a_run_of_another_recipe_has_no_verdict_and_is_drawn_on_request(tmp_path, capsys, no_drawing):
     write_log(tmp_path / "log.txt", make_log(cut=1000))
     write_start(tmp_path)

@@ -18,7 +18,7 @@ from training import TINY, trained
 
 import sample
 from support.cli import UserError
-from support.data.tokenizer import BytesTokenizer
+from support.data.tokenizer import BytesTokenizer, tokenizer_of_model
 from support.runtime.devices import autocast, seeded_generator
 from support.runtime.kv_cache import KVCache
 from train_gpt2 import GPT, next_token_probs
@@ -195,6 +195,20 @@ def test_what_is_piped_in_is_the_prompt(run, tmp_path, capsys, monkeypatch):
             texts_for(nothing)
     with pytest.raises(UserError, match="not valid UTF-8"):
         texts_for(b"caf\xe9")
+
+
+def test_an_end_of_text_in_a_prompt_is_the_token(run):
+    """As in nanoGPT, and as Hugging Face's tokenizer of the same checkpoint reads it."""
+    from transformers import AutoTokenizer
+
+    tokenizer, theirs = tokenizer_of_model(run / "model_00003", 257), AutoTokenizer.from_pretrained(run / "model_00003")
+    for prompt in ("<|endoftext|>Once", "a<|endoftext|><|endoftext|>b", "Once"):
+        assert sample.encode_prompt(prompt, tokenizer, 99, "x") == theirs(prompt)["input_ids"]
+    assert (
+        sample.encode_prompt("<|endoftext|>", tokenizer, 99, "x")
+        == sample.encode_prompt("", tokenizer, 99, "x")
+        == [256]
+    )
 
 
 def test_a_pipe_that_stays_open_is_named(capsys, monkeypatch):

@@ -248,7 +248,7 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
     visible = [Path("t/a.txt"), Path("t/d/b.txt"), Path("t/linked/deep/c.jsonl")]
     said = list[str]()
     assert find_input(["t", "t/d"], said.append) == find_input(["t/**/*.*[!v]"]) == visible
-    why = "(names that begin with a dot, and files of runs and shards)"
+    why = "(names that begin with a dot, and files of runs, shards and models)"
     assert said == [
         f"skipped 4 files, such as t/._b.txt {why}",
         "skipped t/linked/x.csv (not .txt, .jsonl or .parquet)",
@@ -271,8 +271,19 @@ def test_the_log_of_a_run_is_no_text_unless_it_is_named(tmp_path, monkeypatch):
     Path(LOCK).touch()
     said = list[str]()
     assert find_input(["."], said.append) == find_input(["*.*"], said.append) == text[:1]
-    assert said == ["skipped 2 files, such as log.txt (names that begin with a dot, and files of runs and shards)"] * 2
+    assert (
+        said
+        == ["skipped 2 files, such as log.txt (names that begin with a dot, and files of runs, shards and models)"] * 2
+    )
     assert find_input(["log.txt"]) == text[1:2]
+
+
+def test_the_merges_of_a_model_are_no_text(tmp_path):
+    """Of a model that was downloaded beside the text."""
+    (tmp_path / "model").mkdir()
+    for name in ("a.txt", "merges.txt", "model/merges.txt", "model/vocab.json"):
+        (tmp_path / name).write_text(name)
+    assert find_input([str(tmp_path)]) == [tmp_path / "a.txt", tmp_path / "merges.txt"]
 
 
 def test_a_compressed_copy_of_a_file_is_skipped(tmp_path, monkeypatch):

@@ -34,8 +34,8 @@ from support.data.output_folder import (
     write_tokens,
 )
 from support.data.shards import TOKEN, Manifest, TokenFile, shard_name
-from support.data.text_files import Corpus, Part, Setting
-from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, find_tokenizer, get_tokenizer
+from support.data.text_files import Corpus, Part, Setting, TextFiles
+from support.data.tokenizer import END_OF_TEXT, TOKENIZER_JSON, Tokenizer, find_tokenizer, get_tokenizer
 from support.files import atomic_write, check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
@@ -108,6 +108,11 @@ def make_shards(
         open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None, flag, report) as folder,
     ):
         if not folder.is_complete:
+            if isinstance(corpus, TextFiles) and corpus.has_marker():
+                folder.report(
+                    f"note: the text has {END_OF_TEXT} in it, which is read as text. If it divides documents, use "
+                    f"fineweb.py --document-separator '{END_OF_TEXT}'."
+                )
             parts = corpus.parts()
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts

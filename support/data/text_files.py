@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from support.cli import UserError, describe_error
+from support.data.tokenizer import END_OF_TEXT
 from support.files import LOCK
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         visited.add(os.path.realpath(parent))
         hidden = {name for name in (*folders, *names) if name.startswith(".")}
         hidden |= {name for name in folders if os.path.exists(os.path.join(parent, name, LOCK))}
-        hidden |= {name for name in names if _is_of_run(Path(parent, name))}
+        hidden |= {name for name in names if _is_of_run_or_model(Path(parent, name))}
         skipped += [Path(parent, name) for name in sorted(hidden)]
         # in an order that does not depend on the disk; links last, so that a folder has its own name
         visible = [name for name in folders if name not in hidden]
@@ -76,9 +77,10 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
     return sorted(filter(text_suffix, paths)), list(filter(_is_text_file, in_skipped)), others
 
 
-def _is_of_run(path: Path) -> bool:
-    """Returns whether a file is the log of a run, or the list of its starts."""
-    return path.name in ("log.txt", "starts.jsonl") and (path.parent / LOCK).exists()
+def _is_of_run_or_model(path: Path) -> bool:
+    """Returns whether a file is the log of a run, the list of its starts, or the merges of a model's tokenizer."""
+    is_merges = path.name == "merges.txt" and (path.parent / "vocab.json").exists()
+    return is_merges or path.name in ("log.txt", "starts.jsonl") and (path.parent / LOCK).exists()
 
 
 def has_text_files(folder: Path) -> bool:
@@ -113,7 +115,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         for match in matches:
             path = Path(os.path.normpath(match))
-            is_named = match == pattern or not _is_of_run(path)
+            is_named = match == pattern or not _is_of_run_or_model(path)
             found = find_text_files(match) if path.is_dir() else ([path], [], []) if is_named else ([], [path], [])
             skipped.update(dict.fromkeys(found[1]))
             others.update(dict.fromkeys(found[2]))
@@ -127,7 +129,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
     if copies:
         notes.append(f"skipped {_count(sorted(copies))} (compressed, beside the same file without .gz or .zst)")
     if skipped:
-        notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs and shards)")
+        notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs, shards and models)")
     if others:
         notes.append(f"skipped {_count(others)} (not .txt, .jsonl or .parquet)")
     if not unique:
@@ -274,6 +276,11 @@ class TextFiles(Corpus):
     def _stamp(path: Path) -> tuple[str, int, int]:
         with _reading(str(path)):
             return path.name, path.stat().st_size, path.stat().st_mtime_ns
+
+    def has_marker(self) -> bool:
+        """Returns whether the beginning of the text has <|endoftext|> in it, which is text, if it is not the separator."""
+        pieces = self.read(self.parts()[0]) if text_suffix(self.paths[0]) == ".txt" else ()
+        return any(END_OF_TEXT in text for text, _ in itertools.islice(pieces, 16))
 
     def parts(self) -> list[Part]:
         """Divides large files into several parts, and combines consecutive small files."""

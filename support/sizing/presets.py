@@ -296,6 +296,12 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
+def print_note(line: str) -> None:
+    """Prints what `make_shards` reports if it is a note: a run shows the rest as its progress, on stderr."""
+    if line.startswith("note: "):
+        print_lines(f"note    {line.removeprefix('note: ')}")
+
+
 def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bool, model: Path | None) -> None:
     """Makes the shards of --text or --demo, unless they exist.
 
@@ -319,7 +325,7 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bo
             largest_vocab_size=None if model else largest_vocab_size(config), tokenizer_from=model,
             split_documents=True, threads=usable_cores(), flag="--out",
         )  # fmt: skip
-    make = partial(make, report=lambda line: None)  # a run shows only the progress, which is on stderr
+    make = partial(make, report=print_note)
     startup.show("making token shards ...")
     try:
         make()
