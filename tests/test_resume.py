@@ -323,6 +323,10 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
         resumed(tmp_path / "elsewhere" / "moved", "--data", "typo")
     # without --data they are made again, in the folder of the run
     assert resumed(tmp_path / "elsewhere" / "moved").step == 2
+    [shard] = Path("moved/data").glob("*_train_*.npy")  # likewise, if one is lost
+    before = shard.read_bytes()
+    shard.unlink()
+    assert resumed(tmp_path / "elsewhere" / "moved").step == 2 and shard.read_bytes() == before
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 

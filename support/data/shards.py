@@ -261,11 +261,14 @@ def has_intact_tokenizer(directory: str | os.PathLike[str], manifest: Manifest) 
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Returns whether the folder's manifest says that all shards were written."""
+    """Returns whether the folder's manifest says that all shards were written, and they are still there."""
     try:
-        return read_manifest(directory).get("complete", False)
+        manifest = read_manifest(directory)
     except UserError:
         return False
+    return manifest.get("complete", False) and all(
+        (Path(directory) / entry["file"]).is_file() for entry in manifest["shards"]
+    )
 
 
 # -----------------------------------------------------------------------------
