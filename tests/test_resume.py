@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
