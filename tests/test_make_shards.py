@@ -478,10 +478,16 @@ def test_a_text_with_end_of_text_in_it_is_noted(tmp_path, capsys, marks):
     assert sum(shard["documents"] for shard in manifest["shards"]) == (1 if marks else 9)
 
 
-def test_parts_that_would_be_encoded_again_are_noted(texts, capsys):
+def test_parts_that_would_be_encoded_again_are_noted(texts, capsys, monkeypatch):
     """They may have taken many machines hours."""
     for share in ((1, 2), (2, 2)):
         make("out", only_parts=share)
+    assert "are not used" not in capsys.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # who reads the note stops the command ...
+        patch.setattr(module, "encode_pieces", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        make("out", val_fraction=0.25)
+    assert "are not used" in capsys.readouterr().out
+    make("out", only_parts=(2, 2))  # ... and goes on with the right one
     assert "are not used" not in capsys.readouterr().out
     make("out", val_fraction=0.25)
     said = capsys.readouterr().out

@@ -70,6 +70,7 @@ class OutputFolder:
         cuts = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()
         if self.manifest.get("cuts") != cuts:
             self.manifest |= {"cuts": cuts, "parts": []}
+            write_manifest(self.directory, self.manifest)
         self.parts.mkdir(exist_ok=True)
 
     def finish(self) -> None:
@@ -168,7 +169,7 @@ def _adopt_finished_shards(
     """
     earlier = described = load_manifest(directory)
     if earlier and (differences := _differences(manifest, earlier)):
-        has_parts = any(directory.glob(f"{ALL_PARTS}/*.json"))
+        has_parts = any(OutputFolder(directory, earlier, flag, print).parts.glob("*.json"))
         if earlier["shards"] or (only_parts and has_parts):  # another machine may be encoding these parts
             raise OtherShardsError(
                 f"{directory} has shards from a different source or setting: {'; '.join(differences)}. Use another "

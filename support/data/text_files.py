@@ -54,7 +54,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
     """Returns the paths with a `text_suffix` below a folder, except folders, those that are skipped, and all other files.
 
     Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Also skips
-    folders of runs and shards, which have a lock file. If `folder` itself is one, skips the run's files.
+    folders of runs and shards, which have a lock file.
     """
     paths: list[Path] = []
     skipped: list[Path] = []
@@ -66,7 +66,6 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         visited.add(os.path.realpath(parent))
         hidden = {name for name in (*folders, *names) if name.startswith(".")}
         hidden |= {name for name in folders if os.path.exists(os.path.join(parent, name, LOCK))}
-        hidden |= {name for name in names if _is_of_run_or_model(Path(parent, name))}
         skipped += [Path(parent, name) for name in sorted(hidden)]
         # in an order that does not depend on the disk; links last, so that a folder has its own name
         visible = [name for name in folders if name not in hidden]
@@ -114,13 +113,15 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         for match in matches:
-            path = Path(os.path.normpath(match))
-            is_named = match == pattern or not _is_of_run_or_model(path)
-            found = find_text_files(match) if path.is_dir() else ([path], [], []) if is_named else ([], [path], [])
+            found = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [], [])
             skipped.update(dict.fromkeys(found[1]))
             others.update(dict.fromkeys(found[2]))
             for path in found[0]:
                 unique.setdefault(os.path.realpath(path), path)
+    of_programs = {real: path for real, path in unique.items() if _is_of_run_or_model(path)}
+    if len(of_programs) < len(unique):  # otherwise, they are named
+        skipped.update(dict.fromkeys(of_programs.values()))
+        unique = {real: path for real, path in unique.items() if real not in of_programs}
     paths = set(unique.values())
     copies = [path for path in paths if compression(path) and path.with_suffix("") in paths]
     unique = {real: path for real, path in unique.items() if path not in copies}
