@@ -123,7 +123,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         skipped.update(dict.fromkeys(of_programs.values()))
         unique = {real: path for real, path in unique.items() if real not in of_programs}
     paths = set(unique.values())
-    copies = [path for path in paths if compression(path) and path.with_suffix("") in paths]
+    copies = {path for path in paths if compression(path) and path.with_suffix("") in paths}
     unique = {real: path for real, path in unique.items() if path not in copies}
     problems = list(filter(None, map(_problem_of, unique.values())))
     notes = []
