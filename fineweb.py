@@ -36,7 +36,7 @@ from support.data.demo_text import demo_corpus
 from support.data.encode import ENGINES, default_engine, usable_cores
 from support.data.executors import EXECUTORS, Executor
 from support.data.make_shards import SHARD_SIZE, make_shards
-from support.data.shards import load_manifest, read_manifest, read_shards, read_tokenizer
+from support.data.shards import load_manifest, read_manifest, read_shards, read_tokenizer, shard_paths
 from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug, text_suffix
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
 from support.files import LOCK, lock_folder
@@ -238,6 +238,11 @@ def check_shards(directory: str) -> None:
         read_tokenizer(directory)
     tokens = read_shards(directory)
     verdict = "well-formed; there is no manifest to compare with"
+    numbers = {
+        int(path.stem.rpartition("_")[2]) for split in ("train", "val") for path in shard_paths(directory, split)
+    }
+    if missing := sorted({*range(min(numbers), max(numbers))} - numbers):
+        verdict = f"well-formed, but number {missing[0]:06d} is missing; there is no manifest to compare with"
     if entries := manifest["shards"]:
         has_all = all("sha256" in entry for entry in entries)
         verdict = "all match the manifest" if has_all else "as long as the manifest says; it has no checksums of some"

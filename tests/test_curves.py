@@ -157,6 +157,18 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
     assert "per token" in axes.get_ylabel()
 
 
+def test_losses_of_a_forks_parent_have_its_own_bytes_per_token(tmp_path):
+    run = write_run(tmp_path / "run", [8.0, 6.0, 6.0], {}, data={"tokenizer": "bpe", "bytes_per_token": 4.0})
+    fork = json.loads((run / "starts.jsonl").read_text())
+    fork |= {"first_step": 1, "first_tokens": 1000, "comparable": {"train": "x"}}
+    fork["data"] |= {"bytes_per_token": 2.0}
+    with open(run / "starts.jsonl", "a") as file:
+        file.write(json.dumps(fork) + "\n")
+    other = write_run(tmp_path / "other", [8.0], {}, data={"tokenizer": "bpe", "bytes_per_token": 1.0})
+    axes, _ = draw_runs(["a", "b"], [read_run(run), read_run(other)]).axes
+    assert sorted(line for line in points(axes) if line and len(line) < 3)[:2] == [[[0, 2.0]], [[0, 8.0]]]
+
+
 def test_the_ends_of_many_runs_can_be_told_apart(tmp_path):
     """Ten runs fall from 11 to about 3, and end 0.02 apart."""
     ends = [3 + 0.02 * i / 9 for i in range(10)]

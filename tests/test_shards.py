@@ -12,6 +12,7 @@ import pytest
 from helpers import ROOT
 from shard_helpers import file_size_limit, write_shard
 
+import fineweb
 from support.cli import UserError
 from support.data import output_folder, shards
 from support.data.tokenizer import BytesTokenizer, get_tokenizer
@@ -181,6 +182,15 @@ def test_check_has_one_shard_open_at_a_time(tmp_path):
     command = [sys.executable, "-c", CHECK, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "70 shards, 630 tokens (gpt2), well-formed" in done.stdout, done.stderr
+
+
+def test_check_names_a_shard_that_is_missing(tmp_path, capsys):
+    """Shards of other tools have no manifest that lists them: a download may have been incomplete."""
+    for number in (0, 1, 2, 4):
+        name = shards.shard_name("x", "train" if number else "val", number)
+        np.save(tmp_path / name, np.zeros(9, np.uint16))
+    fineweb.main(["--check", str(tmp_path)])
+    assert "4 shards, 36 tokens (gpt2), well-formed, but number 000003 is missing" in capsys.readouterr().out
 
 
 def test_tokens_are_read_while_the_file_has_them(tmp_path):

@@ -99,12 +99,21 @@ class Run:
         if axis == "tokens":
             names = ("first_step", "first_tokens", "tokens_per_step")
             first_steps, first_tokens, sizes = (np.array([start[name] for start in self.starts]) for name in names)
-            i = np.maximum(np.searchsorted(first_steps, x, side="right") - 1, 0)
+            i = self._start_at(x)
             return first_tokens[i] + (x - first_steps[i]) * sizes[i].astype(float)
         if axis == "hours":
             ends = np.cumsum([0.0, *(self.seconds[step] for step in sorted(self.seconds))])
             return ends[np.searchsorted(sorted(self.seconds), x)] / 3600
         return x
+
+    def bytes_per_token_at(self, steps: Sequence[int]) -> np.ndarray:
+        """Returns the bytes per token of the data that each step's losses were measured on."""
+        lengths = np.array([start["data"]["bytes_per_token"] for start in self.starts])
+        return lengths[self._start_at(np.array(steps, dtype=np.int64))]
+
+    def _start_at(self, steps: np.ndarray) -> np.ndarray:
+        first_steps = np.array([start["first_step"] for start in self.starts])
+        return np.maximum(np.searchsorted(first_steps, steps, side="right") - 1, 0)
 
 
 def has_gpt2_tokens(start: Mapping[str, Any]) -> bool:
@@ -188,8 +197,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 
     per_byte, curves, losses = compares_per_byte(runs), list[Curve](), []
     for run in runs:
-        scale = 1 / run.bytes_per_token if per_byte else 1.0
-        ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, scale) for name in ("train", "val"))
+        ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, per_byte) for name in ("train", "val"))
         losses.append(((x, smooth(y)), val, other_train, other_val))
         curves += losses[-1][:2]
     # a fork may have no value of its own yet, only its parent's
@@ -313,16 +321,17 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
     axes.legend(loc="lower right", fontsize=8)
 
 
-def _curves(run: Run, name: str, axis: str = "steps", scale: float = 1.0) -> tuple[Curve, Curve]:
+def _curves(run: Run, name: str, axis: str = "steps", per_byte: bool = False) -> tuple[Curve, Curve]:
     """Returns the curve of the comparable values of "train", "val" or "hella", and the curve of the others."""
     own = run.comparable(name)
     others = {step: value for step, value in getattr(run, name).items() if step not in own}
-    return _curve(run, own, axis, scale), _curve(run, others, axis, scale)
+    return _curve(run, own, axis, per_byte), _curve(run, others, axis, per_byte)
 
 
-def _curve(run: Run, values: Mapping[int, float], axis: str = "steps", scale: float = 1.0) -> Curve:
+def _curve(run: Run, values: Mapping[int, float], axis: str = "steps", per_byte: bool = False) -> Curve:
     steps = sorted(values)
-    return run.positions(steps, axis), scale * np.array([values[step] for step in steps])
+    y = np.array([values[step] for step in steps], dtype=float)
+    return run.positions(steps, axis), y / run.bytes_per_token_at(steps) if per_byte else y
 
 
 def _style(axes: Axes, axis: str, end: float) -> None:
