@@ -253,7 +253,8 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
-    if starts and starts[-1].get("hellaswag_items") != ITEMS:
+    items = [start["hellaswag_items"] for start in starts_in_log(starts) if start.get("hellaswag_items")]
+    if items and items[-1] != ITEMS:
         log["hella"] = {}
     if not starts:
         print("note: there is no starts.jsonl beside this log, so its flags and data are not compared.")

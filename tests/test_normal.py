@@ -294,6 +294,20 @@ def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags:
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
 
 
+def test_scores_of_other_hellaswag_items_do_not_count(tmp_path, capsys, monkeypatch, no_drawing):
+    """A resume without HellaSwag leaves the scores before it as they were."""
+    write_log(tmp_path / "log.txt", make_log(cut=1000))
+    judged, judge = list[int](), normal.judge
+    monkeypatch.setattr(normal, "judge", lambda log: judged.append(len(log["hella"])) or judge(log))
+    for items in (10042, 0, 25):
+        write_start(tmp_path)
+        start = json.loads((tmp_path / "starts.jsonl").read_text()) | {"first_step": 500, "hellaswag_items": items}
+        with open(tmp_path / "starts.jsonl", "a") as file:
+            file.write(json.dumps(start) + "\n")
+        answer(capsys, ".")
+    assert judged[0] == judged[1] > 0 == judged[2]
+
+
 def test_a_fork_of_another_recipe_has_no_verdict(tmp_path, capsys, no_drawing):
     """The losses before the fork were made with other flags."""
     write_log(tmp_path / "log.txt", make_log(cut=1000))

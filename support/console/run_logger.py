@@ -214,9 +214,15 @@ class RunLogger:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._profiler:
+            recorded = self._profiler.step_num - WARM_UP_STEPS
+            if recorded < self.config.profile:
+                last = "; the last one in the profile is the end of the run" if recorded > 0 else ""
+                warn(
+                    f"the run ended after {max(0, recorded)} of the {self.config.profile} recorded steps of --profile{last}."
+                )
+            if recorded <= 0:
+                self._profiler.on_trace_ready = None
             self._profiler.stop()
-            if self._profiler.step_num < WARM_UP_STEPS:
-                warn(f"the run ended before the first recorded step of --profile, its number {WARM_UP_STEPS + 1}.")
         self._trackers.close(succeeded=kind is None)
         try:
             if self._folder:
