@@ -173,9 +173,12 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     validated = [(run.start["data"]["val"], run.start.get("validation_tokens")) for run in runs]
     if any(on != validated[0] for on in validated):
         lines.append("note: the runs have different validation data.")
-    if len({run.start.get("hellaswag_items") for run in runs if run.hella}) > 1:
-        lines.append("note: the runs have different HellaSwag items.")
-    if len({run.start.get("hellaswag_items") for run in runs if run.hella}) > 1:
+    # the key of their values also has the size of a step
+    is_key = len({run.start["tokens_per_step"] for run in runs}) == 1
+    scored = [
+        (run.start.get("hellaswag_items"), is_key and run.start["comparable"].get("hella")) for run in runs if run.hella
+    ]
+    if len(set(scored)) > 1:
         lines.append("note: the runs have different HellaSwag items.")
     return lines
 

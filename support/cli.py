@@ -186,9 +186,11 @@ def parse_flags(
         problems += _describe_unknown(unknown, [flag_name(name)[2:] for name in flags])
     except UserError as error:
         problems += error.problems
+    typed = [word for word in arguments_given if not word.startswith("@")]
     for name in (flag_name(name) for name, flag in flags.items() if flag.nargs == "+"):
-        if sum(word.partition("=")[0] == name for word in arguments_given) > 1:  # argparse would take the last ones
-            problems.append(f"{name} is given twice. Give all its values after one {name}.")
+        for words_at_once in (typed, words[: len(words) - len(typed)]):  # argparse would take the last values of each
+            if sum(word.partition("=")[0] == name for word in words_at_once) > 1:
+                problems.append(f"{name} is given twice. Give all its values after one {name}.")
     required = [name for name, flag in flags.items() if flag.required and name not in given]
     problems += [f"{flag_name(name)} is missing. See --help." for name in required]
     if problems:

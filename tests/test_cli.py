@@ -208,6 +208,9 @@ def test_a_flag_of_several_values_is_given_once(tmp_path):
         fineweb.parse_arguments("--input a.txt b.txt --output x --input=c.txt".split())
     (tmp_path / "flags.txt").write_text("--output x --input a.txt b.txt")
     assert fineweb.parse_arguments([f"@{tmp_path / 'flags.txt'}", "--input", "c.txt"]).input == ["c.txt"]
+    (tmp_path / "flags.txt").write_text("--output x\n--input a.txt\n--input b.txt")
+    with pytest.raises(UserError, match="--input is given twice"):
+        fineweb.parse_arguments([f"@{tmp_path / 'flags.txt'}"])
 
 
 def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ def make_shards(
         open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None, flag, report) as folder,
     ):
         if not folder.is_complete:
-            if isinstance(corpus, TextFiles) and corpus.has_marker():
+            if isinstance(corpus, TextFiles) and corpus.mentions(END_OF_TEXT):
                 folder.report(
                     f"note: the text has {END_OF_TEXT} in it, which is read as text. If it divides documents, use "
                     f"fineweb.py --document-separator '{END_OF_TEXT}'."

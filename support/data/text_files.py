@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from support.cli import UserError, describe_error
-from support.data.tokenizer import END_OF_TEXT
 from support.files import LOCK
 
 if TYPE_CHECKING:
@@ -278,10 +277,10 @@ class TextFiles(Corpus):
         with _reading(str(path)):
             return path.name, path.stat().st_size, path.stat().st_mtime_ns
 
-    def has_marker(self) -> bool:
-        """Returns whether the beginning of the text has <|endoftext|> in it, which is text, if it is not the separator."""
+    def mentions(self, marker: str) -> bool:
+        """Returns whether a marker stands somewhere in the beginning of the first .txt file, if it is not the separator."""
         pieces = self.read(self.parts()[0]) if text_suffix(self.paths[0]) == ".txt" else ()
-        return any(END_OF_TEXT in text for text, _ in itertools.islice(pieces, 16))
+        return any(marker in text for text, _ in itertools.islice(pieces, 16))
 
     def parts(self) -> list[Part]:
         """Divides large files into several parts, and combines consecutive small files."""
