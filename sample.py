@@ -40,7 +40,7 @@ from train_gpt2 import GPT, GPTConfig
 DEFAULT_NUM_TEXTS = 4
 MAX_BATCH = 64  # texts generated at a time
 MAX_CACHE_BYTES = 2 << 30  # limit of the KV cache; beyond it, fewer texts are generated at a time
-WAIT_SECONDS = 2.0
+WAIT_SECONDS = 2.0  # for text on stdin, before a line says so
 MAX_PROMPT_CHARS = 1 << 20  # far more than a context holds; a pipe may never end
 # a model could generate any terminal control sequence
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
