@@ -173,12 +173,12 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     validated = [(run.start["data"]["val"], run.start.get("validation_tokens")) for run in runs]
     if any(on != validated[0] for on in validated):
         lines.append("note: the runs have different validation data.")
-    # the key of their values also has the size of a step
-    is_key = len({run.start["tokens_per_step"] for run in runs}) == 1
+    # the starts that measured the last scores; the key of values also has the size of a step
     scored = [
-        (run.start.get("hellaswag_items"), is_key and run.start["comparable"].get("hella")) for run in runs if run.hella
+        next((s for s in reversed(run.starts) if s.get("hellaswag_items")), run.start) for run in runs if run.hella
     ]
-    if len(set(scored)) > 1:
+    is_key = len({start["tokens_per_step"] for start in scored}) == 1
+    if len({(start.get("hellaswag_items"), is_key and start["comparable"].get("hella")) for start in scored}) > 1:
         lines.append("note: the runs have different HellaSwag items.")
     return lines
 
@@ -214,7 +214,8 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
                 "at step": f"{best:,}",
             }
         if hella := run.comparable("hella"):
-            row["HellaSwag"] = f"{hella[max(hella)]:.4f}"
+            at_last = "" if max(hella) == run.steps else f" (step {max(hella):,})"
+            row["HellaSwag"] = f"{hella[max(hella)]:.4f}{at_last}"
         if run.lost_from is not None:
             row["nan from"] = f"{run.lost_from:,}"
         rows.append(row)

@@ -134,6 +134,12 @@ def test_different_hellaswag_items_are_noted(tmp_path, capsys):
     note = "note: the runs have different HellaSwag items."
     assert all(compared(tmp_path, capsys, *pair).count(note) == 1 for pair in (runs[:2], runs[2:]))
     assert note not in compared(tmp_path, capsys, runs[0])
+    later = json.loads((runs[0] / "starts.jsonl").read_text()) | {"first_step": 1, "hellaswag_items": 0}
+    with open(runs[0] / "starts.jsonl", "a") as file:
+        file.write(json.dumps(later) + "\n")  # a resume without scores
+    same = write_run(tmp_path / "same", [5.0, 5.0], {2: 4.5}, {1: 0.25}, hellaswag_items=25, flags=flags(seed=25))
+    lines = compared(tmp_path, capsys, runs[0], same)
+    assert note not in lines and lines[-1].endswith("  0.2500 (step 1)") and lines[-2].endswith("  0.2500")
 
 
 @pytest.mark.parametrize("flag", ["--normal", "--x=steps"])
