@@ -93,6 +93,7 @@ def test_nor_is_what_comes_after_max_tokens():
     assert (
         "".join(bpe.training_texts(Documents("d", ["0123456789" * 10]), max_tokens=20)) == "0123456789" * 3 + "012345"
     )
+    assert len("".join(bpe.training_texts(Documents("d", ["\u4e2d" * 100]), max_tokens=30))) == 18  # of 60 bytes
 
 
 def test_nor_is_a_larger_fraction(tmp_path, monkeypatch):

@@ -471,11 +471,13 @@ def test_shards_that_are_in_use_are_not_said_to_be_in_the_way(tmp_path, monkeypa
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_text_with_end_of_text_in_it_is_noted(tmp_path, capsys, marks):
     """Many dumps have it between documents."""
-    (tmp_path / "a.txt").write_text("A story.\n<|endoftext|>\n" * 9)
+    paths = [tmp_path / "LICENSE.txt", tmp_path / "a.txt"]
+    for path, text in zip(paths, ("Free.", "A story.\n<|endoftext|>\n" * 9), strict=True):
+        path.write_text(text)
     separator = None if marks else "\n<|endoftext|>\n"
-    manifest = make_shards(TextFiles([tmp_path / "a.txt"], separator=separator), tmp_path / "out", tokenizer="bytes")
+    manifest = make_shards(TextFiles(paths, separator=separator), tmp_path / "out", tokenizer="bytes")
     assert ("note: the text has <|endoftext|> in it, which is read as text" in capsys.readouterr().out) == marks
-    assert sum(shard["documents"] for shard in manifest["shards"]) == (1 if marks else 9)
+    assert sum(shard["documents"] for shard in manifest["shards"]) == (2 if marks else 10)
 
 
 def test_parts_that_would_be_encoded_again_are_noted(texts, capsys, monkeypatch):

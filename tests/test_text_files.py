@@ -264,11 +264,11 @@ def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path,
 def test_the_log_of_a_run_is_no_text_unless_it_is_named(tmp_path, monkeypatch):
     """With --out ., the run's files are beside the text."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "log.txt", "starts.jsonl"):
-        Path(name).write_text(name)
     text = [Path("a.txt"), Path("log.txt"), Path("starts.jsonl")]
-    assert find_input(["."]) == find_input(["*.*"]) == text  # there is no run: these are texts with such names
-    Path(LOCK).touch()
+    for path in text[:2]:
+        path.write_text("A text.")
+    assert find_input(["."]) == find_input(["*.*"]) == text[:2]  # there is no run: these are texts with such names
+    text[2].write_text("{}")  # a copy of a run has no lock file, which is hidden
     said = list[str]()
     named = [path.name for path in text]  # by the shell, from a pattern
     assert all(find_input(words, said.append) == text[:1] for words in (["."], ["*.*"], named))

@@ -20,7 +20,7 @@ from support.data.tokenizer import (
 TRAINING_CHARS = 1 << 25  # the encoding is trained on the beginning of a corpus, up to this many characters
 HELD_OUT = 0.1  # at least this fraction, at the end of a corpus, is left out: a small corpus is validated on it
 CHARS_PER_TOKEN_OF_VOCABULARY = 500
-MIN_CHARS_PER_TOKEN = 2  # of a trained encoding, in an alphabetic script
+MIN_BYTES_PER_TOKEN = 2  # of a trained encoding; in most scripts, tokens are longer
 MAX_TOKEN_BYTES = 64
 _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,256}|\s{1,256}")
 
@@ -70,9 +70,11 @@ def training_texts(corpus: Corpus, held_out: float = HELD_OUT, max_tokens: int |
             corpus.prepare(part)
             yield from (text for text, _ in corpus.read(part))
 
-    most = MIN_CHARS_PER_TOKEN * (max_tokens or math.inf)
-    texts = _truncate(read_all(), math.ceil(min(most, TRAINING_CHARS / (1 - held_out))))
+    texts = _truncate(read_all(), math.ceil(TRAINING_CHARS / (1 - held_out)))
     chars = sum(map(len, texts))
+    if max_tokens and chars:
+        bytes_per_char = sum(len(to_utf8(text)) for text in texts) / chars
+        chars = min(chars, int(MIN_BYTES_PER_TOKEN * max_tokens / bytes_per_char))
     return _truncate(texts, min(TRAINING_CHARS, chars - int(held_out * chars)))
 
 

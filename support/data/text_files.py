@@ -76,9 +76,12 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
 
 
 def _is_of_run_or_model(path: Path) -> bool:
-    """Returns whether a file is the log of a run, the list of its starts, or the merges of a model's tokenizer."""
-    is_merges = path.name == "merges.txt" and (path.parent / "vocab.json").exists()
-    return is_merges or path.name in ("log.txt", "starts.jsonl") and (path.parent / LOCK).exists()
+    """Returns whether a file is the log of a run, the list of its starts, or the merges of a model's tokenizer.
+
+    A copy of a run may lack the hidden lock file.
+    """
+    beside = {"log.txt": ("starts.jsonl", LOCK), "starts.jsonl": ("log.txt", LOCK), "merges.txt": ("vocab.json",)}
+    return any((path.parent / name).exists() for name in beside.get(path.name, ()))
 
 
 def has_text_files(folder: Path) -> bool:
@@ -278,9 +281,12 @@ class TextFiles(Corpus):
             return path.name, path.stat().st_size, path.stat().st_mtime_ns
 
     def mentions(self, marker: str) -> bool:
-        """Returns whether a marker stands somewhere in the beginning of the first .txt file, if it is not the separator."""
-        pieces = self.read(self.parts()[0]) if text_suffix(self.paths[0]) == ".txt" else ()
-        return any(marker in text for text, _ in itertools.islice(pieces, 16))
+        """Returns whether a marker stands in the beginning of the largest .txt file, if it is not the separator."""
+        paths = [path for path in self.paths if text_suffix(path) == ".txt"]
+        if not paths:
+            return False
+        largest = TextFiles([max(paths, key=lambda path: path.stat().st_size)], separator=self.separator)
+        return any(marker in text for text, _ in itertools.islice(largest.read(largest.parts()[0]), 16))
 
     def parts(self) -> list[Part]:
         """Divides large files into several parts, and combines consecutive small files."""
