@@ -282,10 +282,11 @@ class TextFiles(Corpus):
 
     def mentions(self, marker: str) -> bool:
         """Returns whether a marker stands in the beginning of the largest .txt file, if it is not the separator."""
-        paths = [path for path in self.paths if text_suffix(path) == ".txt"]
-        if not paths:
+        sizes = [(size, path) for (_, size, _), path in zip(self._stamps, self.paths, strict=True)]
+        texts = [(size, path) for size, path in sizes if text_suffix(path) == ".txt"]
+        if not texts:
             return False
-        largest = TextFiles([max(paths, key=lambda path: path.stat().st_size)], separator=self.separator)
+        largest = TextFiles([max(texts)[1]], separator=self.separator)
         return any(marker in text for text, _ in itertools.islice(largest.read(largest.parts()[0]), 16))
 
     def parts(self) -> list[Part]:
