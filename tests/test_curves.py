@@ -99,6 +99,7 @@ def test_neither_the_first_losses_nor_a_spike_flatten_the_others():
         ("gpt2", "HuggingFaceFW/fineweb-edu sample-10BT", 1024, ["3.2924", "124M: 0.2955", "350M: 0.3752"]),
         ("gpt2", "book", 1024, ["124M: 0.2955", "350M: 0.3752"]),
         ("gpt2", "book", 32, []),
+        ("gpt2", "HuggingFaceFW/fineweb-edu sample-10BT", 256, []),
         ("bpe", "HuggingFaceFW/fineweb-edu sample-10BT", 1024, []),
     ],
 )

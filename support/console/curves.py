@@ -283,7 +283,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     if (best := argmin_loss(losses)) is not None:
         _draw_validation(axes, *val, "C1", f"validation: best {losses[best]:.4f}, at step {best:,}")
     _draw_others(axes, other_train, other_val, "before: on other data, or in steps of another size")
-    if has_fineweb_edu(run.start):
+    if has_fineweb_edu(run.start) and run.flags.get("block_size", 0) >= 1024:  # a shorter context has a higher loss
         axes.axhline(OPENAI_LOSS, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 124M: {OPENAI_LOSS}")
         curves.append((np.array([0]), np.array([OPENAI_LOSS])))
     axes.set_ylim(*loss_limits(curves))
