@@ -22,6 +22,7 @@ if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Collection
@@ -238,10 +239,9 @@ def check_shards(directory: str) -> None:
         read_tokenizer(directory)
     tokens = read_shards(directory)
     verdict = "well-formed; there is no manifest to compare with"
-    numbers = {
-        int(path.stem.rpartition("_")[2]) for split in ("train", "val") for path in shard_paths(directory, split)
-    }
-    if missing := sorted({*range(min(numbers), max(numbers))} - numbers):
+    paths = (*shard_paths(directory, "train"), *shard_paths(directory, "val"))
+    numbers = sorted(int(path.stem.rpartition("_")[2]) for path in paths)
+    if missing := [number + 1 for number, later in itertools.pairwise(numbers) if later > number + 1]:
         verdict = f"well-formed, but number {missing[0]:06d} is missing; there is no manifest to compare with"
     if entries := manifest["shards"]:
         has_all = all("sha256" in entry for entry in entries)
