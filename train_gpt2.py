@@ -715,7 +715,7 @@ def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: 
 def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
-    `run_folder.locked` keeps other processes out of its folder.
+    `main` holds `run_folder.locked`, which keeps other processes out of the run's folder.
 
     Raises:
         UserError: the data, folder or model is unusable, too many steps in a row were not finite, or saving failed.
