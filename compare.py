@@ -30,6 +30,7 @@ from support.config import TRAIN_FLAGS
 from support.console import normal
 from support.console.curves import (
     AXES,
+    NUM_HELLASWAG_ITEMS,
     Run,
     compares_per_byte,
     draw_normal,
@@ -162,6 +163,7 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
         for start, later in itertools.pairwise(run.starts):
             before, after = start["flags"], later["flags"]
             had = {name: value for name, value in before.items() if name not in OPTIONS and value != after.get(name)}
+            had = {name: float(f"{value:g}") if type(value) is float else value for name, value in had.items()}
             if had:
                 words = ", ".join(
                     f"no {flag_name(name)}" if value is None else flag_words(name, value) for name, value in had.items()
@@ -173,12 +175,12 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     validated = [(run.start["data"]["val"], run.start.get("validation_tokens")) for run in runs]
     if any(on != validated[0] for on in validated):
         lines.append("note: the runs have different validation data.")
-    # the starts that measured the last scores; the key of values also has the size of a step
-    scored = [
-        next((s for s in reversed(run.starts) if s.get("hellaswag_items")), run.start) for run in runs if run.hella
+    # the starts that measured the last scores; older versions say only how many items there were
+    scored: list[Mapping[str, Any]] = [
+        next((s for s in reversed(run.starts) if s.get("hellaswag_items")), {}) for run in runs if run.hella
     ]
-    is_key = len({start["tokens_per_step"] for start in scored}) == 1
-    if len({(start.get("hellaswag_items"), is_key and start["comparable"].get("hella")) for start in scored}) > 1:
+    key = "hellaswag_sha256" if all("hellaswag_sha256" in start for start in scored) else "hellaswag_items"
+    if len({start.get(key) for start in scored}) > 1:
         lines.append("note: the runs have different HellaSwag items.")
     return lines
 
@@ -236,7 +238,6 @@ def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
 # -----------------------------------------------------------------------------
 # --normal
 
-ITEMS = 10_042  # of HellaSwag's validation split, on which the public runs are scored
 SHOWN_STEPS = {10, 50, 100, 250, 1000, 5000, 10000, 15000}  # besides the last one
 
 
@@ -258,7 +259,7 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
     items = [start["hellaswag_items"] for start in starts_in_log(starts) if start.get("hellaswag_items")]
-    if items and items[-1] != ITEMS:
+    if items and items[-1] != NUM_HELLASWAG_ITEMS:  # as the public runs were scored
         log["hella"] = {}
     if not starts:
         print("note: there is no starts.jsonl beside this log, so its flags and data are not compared.")

@@ -47,7 +47,7 @@ from support import files
 from support.checkpoints import huggingface
 from support.cli import UserError, describe_error, flag, parse_flags, run_cli
 from support.config import DEVICES, TrainConfig
-from support.console.curves import OPENAI_HELLASWAG
+from support.console.curves import NUM_HELLASWAG_ITEMS, OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.data.download import download as download_file
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, tokenizer_of_model
@@ -67,7 +67,6 @@ GIT_BLOBS = {  # the SHA-1 by which git names each file's content
     "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
 }
 DATA_FOLDER = "hellaswag_data"
-NUM_VAL_ITEMS = 10042
 MAX_SUMMARY_BYTES = 2**16  # far more than the first line of a --json file has
 STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # the fields that each style uses
 
@@ -240,7 +239,7 @@ def count_items(config: TrainConfig) -> int:
     if config.hellaswag_every == 0:
         return 0
     if config.hellaswag_data is None:
-        return min(config.hellaswag_limit or NUM_VAL_ITEMS, NUM_VAL_ITEMS)
+        return min(config.hellaswag_limit or NUM_HELLASWAG_ITEMS, NUM_HELLASWAG_ITEMS)
     return len(load(config.hellaswag_data, config.hellaswag_limit))
 
 
@@ -710,8 +709,8 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
     paragraphs.append(table(results))
     if r.truncated:
         paragraphs.append("Published scores are for models that saw the complete contexts, so they are not comparable.")
-    elif r.data != "val" or r.items != NUM_VAL_ITEMS:
-        paragraphs.append(f"Published scores are for all {NUM_VAL_ITEMS:,} validation items.")
+    elif r.data != "val" or r.items != NUM_HELLASWAG_ITEMS:
+        paragraphs.append(f"Published scores are for all {NUM_HELLASWAG_ITEMS:,} validation items.")
     return "\n\n".join(paragraphs)
 
 

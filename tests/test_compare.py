@@ -129,7 +129,7 @@ def test_different_hellaswag_items_are_noted(tmp_path, capsys):
         for items in (25, 100)
     ]
     for key in "ab":  # as many items, but others
-        other = {"hellaswag_items": 25, "comparable": {"hella": key}}
+        other = {"hellaswag_items": 25, "hellaswag_sha256": key}
         runs.append(write_run(tmp_path / key, [5.0], {1: 4.5}, {1: 0.25}, flags=flags(seed=25), **other))
     note = "note: the runs have different HellaSwag items."
     assert all(compared(tmp_path, capsys, *pair).count(note) == 1 for pair in (runs[:2], runs[2:]))

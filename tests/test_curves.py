@@ -117,6 +117,15 @@ def test_openais_sizes_are_those_of_the_flag_model():
     assert list(curves.OPENAI_SIZES.values()) == list(curves.OPENAI_HELLASWAG["tokens"])
 
 
+@pytest.mark.parametrize("items", [10_042, 2_009])
+def test_a_score_on_some_items_is_drawn_beside_one_that_says_it_is_on_all(tmp_path, items):
+    data = {"source": "x", "val": [], "tokenizer": "gpt2", "bytes_per_token": 4.5}
+    flags = {"n_layer": 12, "n_embd": 768, "block_size": 1024}
+    folder = write_run(tmp_path / "run", [5.0], {1: 4.5}, {1: 0.25}, data=data, flags=flags, hellaswag_items=items)
+    label = labels_of(draw_run(read_run(folder)))[-1]
+    assert label == "OpenAI's GPT-2 124M: 0.2955" + " on all 10,042 items" * (items < 10_042)
+
+
 def test_a_picture_shows_the_values_of_its_run(tmp_path):
     losses = [11 - i / 20 for i in range(200)]
     folder = write_run(tmp_path / "a$b$_\udcff", losses, {0: 11.0, 100: 6.0, 200: 6.5}, {200: 0.3})

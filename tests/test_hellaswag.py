@@ -367,7 +367,7 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     labelled = write_items(tmp_path / "a.jsonl", endings=endings)
     unlabelled = write_items(tmp_path / "b.jsonl", None, None, None, endings=endings)
     monkeypatch.setattr(hellaswag, "download", lambda split: {"test": unlabelled, "val": labelled}[split])
-    monkeypatch.setattr(hellaswag, "NUM_VAL_ITEMS", 3)
+    monkeypatch.setattr(hellaswag, "NUM_HELLASWAG_ITEMS", 3)
     with pytest.raises(UserError, match="no labels, so there are no scores. Write the losses to a file with --json"):
         score(capsys, *flags[:-1], "--data", unlabelled)
     out = score(capsys, *flags, tmp_path / "with.json")

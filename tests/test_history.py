@@ -204,6 +204,9 @@ def test_a_file_that_is_removed_during_a_run_is_written_again(byte_shards, tmp_p
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
     [start] = read_starts(tmp_path / "run")
     assert start["flags"]["max_steps"] == 2 and start["ended"]["end"] == "finished"
+    resumed(tmp_path / "run", "--keep", 2)
+    first, second = read_starts(tmp_path / "run")
+    assert first == start and second["first_step"] == 2
 
 
 def test_versions_have_the_commit_of_git_in_this_folder_alone(tmp_path, monkeypatch):

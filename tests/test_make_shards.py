@@ -468,16 +468,16 @@ def test_shards_that_are_in_use_are_not_said_to_be_in_the_way(tmp_path, monkeypa
         fineweb.main(command.format("b.txt").split())
 
 
-@pytest.mark.parametrize("marks", [True, False])
-def test_a_text_with_end_of_text_in_it_is_noted(tmp_path, capsys, marks):
+@pytest.mark.parametrize("separator, name", [(None, "a.txt"), (None, "a.jsonl"), ("\n<|endoftext|>\n", "a.txt")])
+def test_a_text_with_end_of_text_in_it_is_noted(tmp_path, capsys, separator, name):
     """Many dumps have it between documents."""
-    paths = [tmp_path / "LICENSE.txt", tmp_path / "a.txt"]
-    for path, text in zip(paths, ("Free.", "A story.\n<|endoftext|>\n" * 9), strict=True):
-        path.write_text(text)
-    separator = None if marks else "\n<|endoftext|>\n"
+    paths, story = [tmp_path / "LICENSE.txt", tmp_path / name], "A story.\n<|endoftext|>\n" * 9
+    paths[0].write_text("Free.")
+    paths[1].write_text(story if name == "a.txt" else json.dumps({"text": story}))
     manifest = make_shards(TextFiles(paths, separator=separator), tmp_path / "out", tokenizer="bytes")
-    assert ("note: the text has <|endoftext|> in it, which is read as text" in capsys.readouterr().out) == marks
-    assert sum(shard["documents"] for shard in manifest["shards"]) == (2 if marks else 10)
+    notes = capsys.readouterr().out.count("note: the text has <|endoftext|> in it, which is read as text")
+    documents = sum(shard["documents"] for shard in manifest["shards"])
+    assert (notes, documents) == ((0, 10) if separator else (1, 2))
 
 
 def test_parts_that_would_be_encoded_again_are_noted(texts, capsys, monkeypatch):

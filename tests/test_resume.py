@@ -104,6 +104,20 @@ def test_steps_that_the_log_lacks_are_named(byte_shards, tmp_path, capsys, kept)
     assert re.findall(r"lacks (\d) of the 4 steps before this one", said) == [str(4 - kept)] * (kept < 4)
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_missing_list_of_starts_is_named(byte_shards, tmp_path, capsys, removed):
+    """It says on what the earlier losses were measured; without it, a worse loss may be the best."""
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 4)
+    files.remove(out / "model_00006")
+    if removed:
+        os.remove(out / "starts.jsonl")
+    capsys.readouterr()
+    resumed(out)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert said.count("starts.jsonl lacks the starts of this run before step 4") == removed
+
+
 def die_once_saved(*args: object) -> None:
     wait_for(lambda: os.path.exists("resumed/model_00004"))
     os._exit(9)

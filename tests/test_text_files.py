@@ -288,13 +288,14 @@ def test_the_merges_of_a_model_are_no_text(tmp_path):
 def test_a_compressed_copy_of_a_file_is_skipped(tmp_path, monkeypatch):
     """As gzip -k and zstd leave them; the copy would be the validation split."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "a.txt.gz", "a.txt.zst", "b.txt.gz", "c.gz"):
+    for name in ("a.txt", "a.txt.gz", "a.txt.zst", "b.txt.gz", "b.txt.zst", "c.gz"):
         Path(name).write_text(name)
     said = list[str]()
     assert (
         find_input(["."], said.append) == find_input(["b.txt.gz", "a.txt"])[::-1] == [Path("a.txt"), Path("b.txt.gz")]
     )
-    assert said[0] == "skipped 2 files, such as a.txt.gz (compressed, beside the same file without .gz or .zst)"
+    assert find_input([str(tmp_path / "a.txt.gz"), "a.txt"]) == [Path("a.txt")]  # one by an absolute path
+    assert said[0] == "skipped 3 files, such as a.txt.gz (compressed copies of other files)"
 
 
 def test_a_folder_that_is_reached_twice_has_its_own_name(tmp_path):

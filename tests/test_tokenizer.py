@@ -165,17 +165,23 @@ def test_a_tokenizer_that_gives_other_ids_is_refused(tmp_path, change):
         find_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_that_cuts_texts_cuts_none_here(tmp_path):
-    """As one that was saved after `enable_truncation` in Hugging Face's library, whose ids of a whole text are the reference."""
+@pytest.mark.parametrize("change", ["cuts", "adds"])
+def test_a_tokenizer_that_changes_each_text_does_not_here(tmp_path, change):
+    """As one with truncation, or with end-of-text after each text; Hugging Face's ids without either are the reference."""
     from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
 
-    whole = Tokenizer.from_str(pairs_of_bytes(300).json)
-    cut = Tokenizer.from_str(pairs_of_bytes(300).json)
-    cut.enable_truncation(3)
-    cut.save(str(tmp_path / "tokenizer.json"))
+    whole, text = Tokenizer.from_str(pairs_of_bytes(300).json), "a text of more than three tokens"
+    changing = Tokenizer.from_str(whole.to_str())
+    if change == "cuts":
+        changing.enable_truncation(3)
+    else:
+        end = "<|endoftext|>"
+        changing.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, whole.token_to_id(end))])
+    changing.save(str(tmp_path / "tokenizer.json"))
     found = find_tokenizer(tmp_path)
-    text = "a text of more than three tokens"
-    assert Tokenizer.from_str(found.json).encode(text).ids == whole.encode(text).ids == found.encode(text)
+    assert changing.encode(text).ids != found.encode(text) == whole.encode(text).ids
+    assert Tokenizer.from_str(found.json).encode(text).ids == whole.encode(text).ids
 
 
 @pytest.mark.parametrize(

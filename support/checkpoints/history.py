@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -88,6 +87,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         "tokens_per_step": run.config.total_batch_size,
         "validation_tokens": run.validated_tokens,
         "hellaswag_items": run.hellaswag_items,
+        "hellaswag_sha256": run.hellaswag_sha256,
         "comparable": run.comparable,
     }
 
@@ -104,7 +104,8 @@ def describe_end(step: int, error: BaseException | None) -> dict[str, Any]:
 def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     """Appends lines to `starts.jsonl`, but starts only if it lacks them, and waits until they are on the disk.
 
-    A list of shards, which may be long, gets a line of its own before the first start with it.
+    Starts that were read become the same lines again. A list of shards, which may be long, gets a line of its own before
+    the first start with it.
 
     Raises:
         OSError: they could not be written.
@@ -113,10 +114,11 @@ def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     path = folder / FILE
     before = path.read_bytes() if path.exists() else b""
     added = b"" if before.endswith(b"\n") or not before else b"\n"  # cut off by a kill or a full disk
-    for line in itertools.chain.from_iterable(map(_list_shards_apart, lines)):
-        text = json.dumps(line).encode() + b"\n"
-        if "end" in line or text not in before + added:
-            added += text
+    for line in lines:
+        for part in _divide(line):
+            text = json.dumps(part).encode() + b"\n"
+            if "end" in line or text not in before + added:
+                added += text
     with open(path, "ab") as file:
         file.write(added)
         file.flush()
@@ -148,13 +150,16 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return starts
 
 
-def _list_shards_apart(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields a line for each list of shards in a line, and the line with their keys in place of them."""
+def _divide(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields a line for each list of shards in a line, the line with their keys in place of them, and how it ended."""
     lists = {split: shards for split in SPLITS if type(shards := line.get("data", {}).get(split)) is list}
     for shards in lists.values():
         yield {"shards": shards}
     keys = {split: _key_of(shards) for split, shards in lists.items()}
-    yield {**line, "data": line["data"] | keys} if keys else line
+    own = {name: value for name, value in line.items() if name != "ended"}
+    yield {**own, "data": line["data"] | keys} if keys else own
+    if "ended" in line:
+        yield line["ended"]
 
 
 def _key_of(shards: list[Any]) -> str:

@@ -39,7 +39,8 @@ DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training
 # By layers and channels, which a run's flags have; a test compares them with the sizes of --model.
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
-# (acc, acc_norm) on all validation items, by style of hellaswag.py; None where no figure was published
+NUM_HELLASWAG_ITEMS = 10_042  # of its validation split
+# (acc, acc_norm) on all of these items, by style of hellaswag.py; None where no figure was published
 OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
     "tokens": {"124M": (0.2859, 0.2955), "350M": (None, 0.3752), "774M": (None, 0.4320), "1558M": (0.3842, 0.4893)},
     "harness": {"124M": (0.2892, 0.3114), "1558M": (0.4004, 0.5089)},
@@ -314,9 +315,11 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
     # a shorter context may cut off texts
     comparable = has_gpt2_tokens(run.start) and run.flags.get("block_size", 0) >= 1024
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
+    limited = run.start.get("hellaswag_items") != NUM_HELLASWAG_ITEMS
     for size in dict.fromkeys(("124M", own)) if comparable else ():
         _, score = OPENAI_HELLASWAG["tokens"][size]
-        axes.axhline(score, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
+        label = f"OpenAI's GPT-2 {size}: {score:.4f}" + limited * f" on all {NUM_HELLASWAG_ITEMS:,} items"
+        axes.axhline(score, color="k", ls="--", lw=1, label=label)
     axes.set_ylabel("HellaSwag")
     axes.legend(loc="lower right", fontsize=8)
 

@@ -68,7 +68,9 @@ class RunLogger:
         with dist.failing_together():
             self._trackers = Trackers(start_trackers(run.config, self.first_step) if dist.rank == 0 else [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
-        self._starts = list[dict[str, Any]]()  # of starts.jsonl: this process's own, and in a fork those of its parent
+        self._starts = list[
+            dict[str, Any]
+        ]()  # in starts.jsonl: the run's so far or, in a fork, its parent's; and this one
         self.log, self.evaluations = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
             self._continue_files(folder, dist)
@@ -91,13 +93,14 @@ class RunLogger:
             warn(f"{folder} has no checkpoint, so the run starts over. Its log of {dropped:,} steps is replaced.")
         if run.checkpoint and run.forked:
             earlier, source = starts_of_parent(run.checkpoint), run.checkpoint.path.parent / "log.txt"
-            self._starts = earlier.copy()
             if not earlier:
                 first_step = 0  # begins a new log
                 text = f"the log of the run that saved {run.checkpoint.path} is missing, so this log begins at step {run.first_step:,}"
                 self.print0(terminal.labelled("note", text))
-        self._starts.append(describe_start(run, dist))
-        start = self._starts[-1]
+        elif run.checkpoint and not any(start["run"] == run.id for start in earlier):
+            lacking = f"{folder / FILE} lacks the starts of this run before step {first_step:,}"
+            warn(f"{lacking}, so the losses before it are not compared with the later ones.")
+        self._starts = [*earlier, describe_start(run, dist)]
         try:  # before the log: a killed process leaves none without its start
             append_lines(folder, *self._starts)
         except OSError as error:
@@ -106,7 +109,7 @@ class RunLogger:
         if missing := first_step - len(read_log(path, finite=False)["train"]):
             warn(f"{path} lacks {missing:,} of the {first_step:,} steps before this one.")
         for name in self.evaluations:
-            self.evaluations[name] = comparable_values(name, logged[name], [*earlier, start])
+            self.evaluations[name] = comparable_values(name, logged[name], self._starts)
 
     def log_known_loss(self) -> None:
         """Logs the validation loss of the checkpoint that this process starts from, if that is known."""

@@ -34,7 +34,7 @@ from support.data.output_folder import (
     write_tokens,
 )
 from support.data.shards import TOKEN, Manifest, TokenFile, shard_name
-from support.data.text_files import Corpus, Part, Setting, TextFiles
+from support.data.text_files import Corpus, Documents, Part, Piece, Setting
 from support.data.tokenizer import END_OF_TEXT, TOKENIZER_JSON, Tokenizer, find_tokenizer, get_tokenizer
 from support.files import atomic_write, check_free_space, read_json, sha256_of, write_json
 
@@ -42,6 +42,7 @@ SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # held out from a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
 MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # upper bounds on the average bytes of text per token
+PIECES_LOOKED_AT = 16  # of each part, for a marker between documents
 BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
@@ -108,11 +109,6 @@ def make_shards(
         open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None, flag, report) as folder,
     ):
         if not folder.is_complete:
-            if isinstance(corpus, TextFiles) and corpus.mentions(END_OF_TEXT):
-                folder.report(
-                    f"note: the text has {END_OF_TEXT} in it, which is read as text. If it divides documents, use "
-                    f"fineweb.py --document-separator '{END_OF_TEXT}'."
-                )
             parts = corpus.parts()
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts
@@ -187,6 +183,7 @@ class EncodedParts:
         self.flag, self.report = folder.flag, folder.report
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
+        self._has_marker = False
         self._ready: dict[int, int] = {}  # tokens of the parts whose files are on the disk and intact
         self._text_bytes = [*itertools.accumulate(part.text_bytes for part in self.parts)]
         style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "smoothing": 0.05, "leave": False}
@@ -227,7 +224,7 @@ class EncodedParts:
         if following < len(self.parts) and self.record(following) is None:
             self.corpus.prepare(self.parts[following])
         try:
-            batches = self._show(encode_pieces(self.corpus.read(part), self.encode, self.eot))
+            batches = self._show(encode_pieces(self._look_for_marker(part), self.encode, self.eot))
             record = write_tokens(self.path(number), batches, self.eot)
         except BaseException as error:
             # a panic in Rust code is not an Exception, and its class cannot be imported
@@ -240,6 +237,18 @@ class EncodedParts:
         write_json(self.path(number).with_suffix(".json"), record)
         self.corpus.release(part)
         return record
+
+    def _look_for_marker(self, part: Part) -> Iterator[Piece]:
+        """Yields the pieces of a part; notes if one of the first has the marker that other tools put between documents."""
+        for number, (text, begins) in enumerate(self.corpus.read(part)):
+            looks = number < PIECES_LOOKED_AT and not self._has_marker and not isinstance(self.corpus, Documents)
+            if looks and END_OF_TEXT in text:
+                self._has_marker = True
+                self.report(
+                    f"note: the text has {END_OF_TEXT} in it, which is read as text. If it divides documents, divide the text "
+                    f"there: for .txt files, fineweb.py --document-separator '{END_OF_TEXT}' does so."
+                )
+            yield text, begins
 
     def _show(self, batches: Iterator[Tokens]) -> Iterator[Tokens]:
         for tokens in batches:

@@ -124,13 +124,15 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
     if len(of_programs) < len(unique):  # otherwise, they are named
         skipped.update(dict.fromkeys(of_programs.values()))
         unique = {real: path for real, path in unique.items() if real not in of_programs}
-    paths = set(unique.values())
-    copies = {path for path in paths if compression(path) and path.with_suffix("") in paths}
+    texts: dict[str, Path] = {}  # by the path without .gz or .zst
+    for real, path in sorted(unique.items(), key=lambda item: compression(item[1]) is not None):
+        texts.setdefault(os.path.splitext(real)[0] if compression(path) else real, path)
+    copies = set(unique.values()).difference(texts.values())
     unique = {real: path for real, path in unique.items() if path not in copies}
     problems = list(filter(None, map(_problem_of, unique.values())))
     notes = []
     if copies:
-        notes.append(f"skipped {_count(sorted(copies))} (compressed, beside the same file without .gz or .zst)")
+        notes.append(f"skipped {_count(sorted(copies))} (compressed copies of other files)")
     if skipped:
         notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs, shards and models)")
     if others:
@@ -279,15 +281,6 @@ class TextFiles(Corpus):
     def _stamp(path: Path) -> tuple[str, int, int]:
         with _reading(str(path)):
             return path.name, path.stat().st_size, path.stat().st_mtime_ns
-
-    def mentions(self, marker: str) -> bool:
-        """Returns whether a marker stands in the beginning of the largest .txt file, if it is not the separator."""
-        sizes = [(size, path) for (_, size, _), path in zip(self._stamps, self.paths, strict=True)]
-        texts = [(size, path) for size, path in sizes if text_suffix(path) == ".txt"]
-        if not texts:
-            return False
-        largest = TextFiles([max(texts)[1]], separator=self.separator)
-        return any(marker in text for text, _ in itertools.islice(largest.read(largest.parts()[0]), 16))
 
     def parts(self) -> list[Part]:
         """Divides large files into several parts, and combines consecutive small files."""

@@ -101,9 +101,10 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
             )
         if KNOWN_FINGERPRINTS.get(fingerprint) == "bytes":
             return BytesTokenizer()
-        of_a_batch = {"truncation": None, "padding": None}  # which Hugging Face's library would apply to every text
-        if any(map(definition.get, of_a_batch)):
-            content = json.dumps(definition | of_a_batch, ensure_ascii=False, indent=2)
+        # what Hugging Face's library would do to every text, such as adding tokens; training does not
+        left_out = {"truncation": None, "padding": None, "post_processor": None}
+        if any(map(definition.get, left_out)):
+            content = json.dumps(definition | left_out, ensure_ascii=False, indent=2)
         return BpeTokenizer(content)
     except MALFORMED as error:
         raise UserError(
