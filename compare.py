@@ -90,6 +90,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             *(f"{folder}/log.txt lacks steps, so its hours are unknown. Use --x steps." for folder in lacking)
         )
+    if compares_per_byte(runs) and (lacking := [run.folder for run in runs if not run.val]):
+        raise UserError(
+            *(
+                f"{folder} has no validation loss. With other tokenizers, only these can be compared."
+                for folder in lacking
+            )
+        )
     labels = label_runs(runs)
     lines = describe(labels, runs)
     if max(map(len, lines)) > WIDTH:  # long names are listed first, and the tables use their numbers

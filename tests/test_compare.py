@@ -85,6 +85,15 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     ]
 
 
+def test_runs_with_other_tokens_and_no_validation_are_not_compared(tmp_path):
+    runs = [write_run(tmp_path / name, [5.0], {}, data={"tokenizer": name}) for name in ("gpt2", "bytes")]
+    with pytest.raises(UserError) as error:
+        compare.main(list(map(str, runs)))
+    assert [
+        problem.startswith(f"{run} has no val") for run, problem in zip(runs, error.value.problems, strict=True)
+    ] == [True] * 2
+
+
 def test_runs_with_the_same_tokens_are_compared_per_token_whatever_they_validate(tmp_path, capsys):
     """Of some of the split or all of it, their tokens have other lengths."""
     for name, length in (("a", 4.5), ("b", 4.6)):

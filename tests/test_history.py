@@ -62,7 +62,7 @@ def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_sha
     assert start["tokens_per_step"] == 256
     machine, flags = start["machine"], start["flags"]
     assert (machine["device"], machine["processes"], machine["compiled"]) == ("cpu", 1, False)
-    assert (machine["dtype"], machine["batch_size"]) == ("fp32", 4)
+    assert (machine["dtype"], machine["batch_size"], machine["threads"]) == ("fp32", 4, torch.get_num_threads())
     assert machine["attention"] and flags["dtype"] == "fp32" and "gpus" not in flags
     assert flags["max_lr"] == 3e-3 and flags["n_layer"] == 2 and flags["decay_steps"] == 6
     assert flags["tokenizer"] == "bytes"  # that of the shards

@@ -70,6 +70,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         "machine": {
             "device": devices.describe(dist.device),
             "processes": dist.world_size,
+            "threads": torch.get_num_threads(),  # of rank 0; on a CPU, gradients depend on their number from the sixth digit on
             "dtype": machine.dtype,
             "compiled": machine.compiled,
             "why_not_compiled": machine.why_not_compiled,

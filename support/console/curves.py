@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
     from matplotlib.lines import Line2D
 
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
+NO_CURVE: Curve = (np.array([]), np.array([]))
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
 NOT_COMPARABLE = "0.6"  # grey
@@ -108,7 +109,7 @@ class Run:
         return x
 
     def bytes_per_token_at(self, steps: Sequence[int]) -> np.ndarray:
-        """Returns the bytes per token of the data that each step's losses were measured on."""
+        """Returns the bytes per token of the data that each step's validation was on; the training text may have others."""
         lengths = np.array([start["data"]["bytes_per_token"] for start in self.starts])
         return lengths[self._start_at(np.array(steps, dtype=np.int64))]
 
@@ -185,7 +186,7 @@ def draw_run(run: Run) -> Figure:
 
 
 def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -> Figure:
-    """Draws the losses of several runs in one picture: per byte if their tokenizers differ, otherwise per token.
+    """Draws the losses of several runs in one picture: per token or, if their tokenizers differ, validations per byte.
 
     Their last third is drawn once more on a scale of its own, since runs often end close to each other.
 
@@ -193,12 +194,14 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         labels: a different one for each run.
         axis: the x-axis, a key of AXES.
     """
-    figure = _new_figure("training (thin, smoothed) and validation (dots)")
+    per_byte, curves, losses = compares_per_byte(runs), list[Curve](), []
+    figure = _new_figure("validation" if per_byte else "training (thin, smoothed) and validation (dots)")
     from matplotlib import colormaps
 
-    per_byte, curves, losses = compares_per_byte(runs), list[Curve](), []
     for run in runs:
-        ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, per_byte) for name in ("train", "val"))
+        # the bytes per token of the training text are not known
+        (x, y), other_train = (NO_CURVE, NO_CURVE) if per_byte else _curves(run, "train", axis)
+        val, other_val = _curves(run, "val", axis, per_byte)
         losses.append(((x, smooth(y)), val, other_train, other_val))
         curves += losses[-1][:2]
     # a fork may have no value of its own yet, only its parent's

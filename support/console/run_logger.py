@@ -105,8 +105,8 @@ class RunLogger:
             append_lines(folder, *self._starts)
         except OSError as error:
             warn(f"cannot write {folder / FILE} ({describe_error(error, folder)}).")
-        self.log, logged = LogFile(path, first_step, source), read_log(path)
-        if missing := first_step - len(read_log(path, finite=False)["train"]):
+        self.log, logged = LogFile(path, first_step, source), read_log(path, finite=False)
+        if missing := first_step - len(logged["train"]):
             warn(f"{path} lacks {missing:,} of the {first_step:,} steps before this one.")
         for name in self.evaluations:
             self.evaluations[name] = comparable_values(name, logged[name], self._starts)
