@@ -171,11 +171,14 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
             before, after = start["flags"], later["flags"]
             had = {name: value for name, value in before.items() if name not in OPTIONS and value != after.get(name)}
             had = {name: float(f"{value:g}") if type(value) is float else value for name, value in had.items()}
-            if had:
-                words = ", ".join(
-                    f"no {flag_name(name)}" if value is None else flag_words(name, value) for name, value in had.items()
-                )
-                note = f"note: before step {later['first_step']:,}, {label} had {words}."
+            words = ", ".join(
+                f"no {flag_name(name)}" if value is None else flag_words(name, value) for name, value in had.items()
+            )
+            clauses = [f"had {words}"] if had else []
+            if (ran_on := describe_machine(start)) != describe_machine(later):
+                clauses.append(f"ran on {ran_on}")
+            if clauses:
+                note = f"note: before step {later['first_step']:,}, {label} {' and '.join(clauses)}."
                 lines += textwrap.wrap(on_one_line(note), WIDTH)
     if any(run.start["data"].get("train") != runs[0].start["data"].get("train") for run in runs):
         lines.append("note: the runs have different training data.")
@@ -190,6 +193,14 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     if len({start.get(key) for start in scored}) > 1:
         lines.append("note: the runs have different HellaSwag items.")
     return lines
+
+
+def describe_machine(start: Mapping[str, Any]) -> str:
+    """Describes what a process ran on: `8 x NVIDIA A100-SXM4-80GB, bf16`; empty for the starts of old versions."""
+    machine = start.get("machine")
+    if not isinstance(machine, dict):
+        return ""
+    return f"{machine.get('processes')} x {machine.get('device')}, {machine.get('dtype')}"
 
 
 def is_typed(run: Run, name: str) -> bool:

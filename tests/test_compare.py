@@ -85,6 +85,17 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     ]
 
 
+def test_where_a_run_has_changed_the_machine_is_noted(tmp_path, capsys):
+    cpu = {"device": "cpu", "processes": 1, "dtype": "fp32", "batch_size": 4}
+    runs = [write_run(tmp_path / name, [5.0] * 3, {3: 4.0}, machine=cpu) for name in "ab"]
+    start = json.loads((runs[1] / "starts.jsonl").read_text())
+    for machine in (cpu | {"batch_size": 8}, cpu | {"dtype": "bf16"}):
+        start |= {"first_step": start["first_step"] + 1, "machine": machine}
+        with open(runs[1] / "starts.jsonl", "a") as file:
+            file.write(json.dumps(start) + "\n")
+    assert compared(tmp_path, capsys, *runs)[1:3] == ["note: before step 2, b ran on 1 x cpu, fp32.", ""]
+
+
 def test_runs_with_other_tokens_and_no_validation_are_not_compared(tmp_path):
     runs = [write_run(tmp_path / name, [5.0], {}, data={"tokenizer": name}) for name in ("gpt2", "bytes")]
     with pytest.raises(UserError) as error:

@@ -124,7 +124,7 @@ def _flags(run: RunInfo, base_name: str | None) -> Iterator[str]:
     config, sources, values = run.config, run.start.sources, run.config.used_flags() | {"init_from": base_name}
     text_flags = () if config.text is None else ("text", "text_field", "tokenizer")
     data = ("data",) if not config.is_demo_or_text else ()
-    included = {"demo", "minutes", *text_flags, *data}
+    included = {"demo", "minutes", "dtype", "tf32", *text_flags, *data}
     if config.fork is not None:
         yield flag_words("fork", _printable(Path(config.fork).name))
     for name in sorted(values, key=lambda name: not sources[name].startswith("command line")):

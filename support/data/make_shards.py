@@ -42,7 +42,6 @@ SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # held out from a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
 MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # upper bounds on the average bytes of text per token
-PIECES_LOOKED_AT = 16  # of each part, for a marker between documents
 BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
@@ -183,7 +182,7 @@ class EncodedParts:
         self.flag, self.report = folder.flag, folder.report
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
-        self._has_marker = False
+        self._looks_for_marker = not isinstance(corpus, Documents)
         self._ready: dict[int, int] = {}  # tokens of the parts whose files are on the disk and intact
         self._text_bytes = [*itertools.accumulate(part.text_bytes for part in self.parts)]
         style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "smoothing": 0.05, "leave": False}
@@ -239,11 +238,10 @@ class EncodedParts:
         return record
 
     def _look_for_marker(self, part: Part) -> Iterator[Piece]:
-        """Yields the pieces of a part; notes if one of the first has the marker that other tools put between documents."""
-        for number, (text, begins) in enumerate(self.corpus.read(part)):
-            looks = number < PIECES_LOOKED_AT and not self._has_marker and not isinstance(self.corpus, Documents)
-            if looks and END_OF_TEXT in text:
-                self._has_marker = True
+        """Yields the pieces of a part, and notes once if one has the marker that other tools put between documents."""
+        for text, begins in self.corpus.read(part):
+            if self._looks_for_marker and END_OF_TEXT in text:
+                self._looks_for_marker = False
                 self.report(
                     f"note: the text has {END_OF_TEXT} in it, which is read as text. If it divides documents, divide the text "
                     f"there: for .txt files, fineweb.py --document-separator '{END_OF_TEXT}' does so."
