@@ -260,6 +260,8 @@ def test_padding_in_an_embedding_is_removed_by_the_command_in_the_message(tmp_pa
     save_model(Path("models/padded"), 320, pairs_of_bytes(300))
     with pytest.raises(UserError, match=r"has 320 tokens, but its tokenizer \(bpe\) has 300\. .* was padded") as error:
         sample.main(["--model", "models/padded", "-d", "cpu"])
+    with pytest.raises(UserError, match=r"into that folder\.$"):  # another tokenizer's tokens are no padding
+        tokenizer_of_model(Path("models/padded"), 50257)
     _, option, code = shlex.split(str(error.value).partition("remove the padding: ")[2])
     assert option == "-c"
     exec(code)
