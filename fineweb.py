@@ -38,7 +38,7 @@ from support.data.encode import ENGINES, default_engine, usable_cores
 from support.data.executors import EXECUTORS, Executor
 from support.data.make_shards import SHARD_SIZE, make_shards
 from support.data.shards import load_manifest, read_manifest, read_shards, read_tokenizer, shard_paths
-from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug, text_suffix
+from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, check_separator, find_input, slug, text_suffix
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
 from support.files import LOCK, lock_folder
 from support.terminal import pluralize
@@ -115,7 +115,7 @@ class Arguments:
         default_help="edu_fineweb10B or similar for FineWeb, demo_data with --demo", metavar="DIR")
     tokenizer: str | None = flag(None, "GPT-2's tokens, bytes, or bpe, which is trained on the text",
         default_help="gpt2; bpe with --demo", choices=(*VOCAB_SIZES, "bpe"))
-    vocab_size: int | None = flag(None, "vocabulary size for --tokenizer bpe", "shards",
+    vocab_size: int | None = flag(None, "largest vocabulary for --tokenizer bpe", "shards",
         default_help="set by the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
     tokenizer_from: str | None = flag(None, "use the tokenizer of this model, or of these shards", "shards",
         default_help="train a new one", metavar="NAME_OR_DIR")
@@ -214,8 +214,7 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
         return demo_corpus()
     if args.input:
         paths = find_input(args.input, lambda note: print_lines(f"note: {note}"))
-        if separator and not any(text_suffix(path) == ".txt" for path in paths):
-            raise UserError("--document-separator divides .txt files, and there is none. Leave it out.")
+        check_separator(separator, paths)
         return TextFiles(paths, args.text_field, separator)
     name = args.dataset or FINEWEB_EDU
     if os.path.exists(name):

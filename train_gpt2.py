@@ -976,14 +976,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if plan_options.plan:
         data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
         first_step, items = start.checkpoint.step if start.checkpoint else 0, hellaswag.count_items(config)
-        return plan.print_report(plan_options, config, new_model, data, items, first_step, dist.rank)
+        known = start.known_tokenizer(config)
+        return plan.print_report(plan_options, config, new_model, data, known, items, first_step, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     exit_code: int | str | None = 0
     try:
         with run_folder.locked(config, start, dist), devices.report_errors():
             if start.needs_measurement(config):  # times models to find what suits the time
-                measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
+                known = start.known_tokenizer(config)
+                measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model, known)
                 start = start.with_layer("--minutes", measured)
                 config = resolve(start)
             train(config, dist, start)

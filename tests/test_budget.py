@@ -16,9 +16,15 @@ from support.sizing import budget, presets
 from train_gpt2 import GPT, RECIPES, GPTConfig, new_model
 
 
+def set_size(monkeypatch, text_bytes):
+    """Lets --text name a text of this size, of which nothing else is known."""
+    monkeypatch.setattr(presets, "find_input", lambda *args: [])
+    monkeypatch.setattr(presets, "estimate_text", lambda *args: (text_bytes, ""))
+
+
 def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
     """The flags for a text, when a model can be trained on this many tokens in time, or `tokens(sizes)`."""
-    monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
+    set_size(monkeypatch, text_bytes)
     in_time = tokens if callable(tokens) else lambda *args: tokens
     monkeypatch.setattr(budget, "_tokens_per_second", lambda of_model, *args: in_time(of_model, *args) / (60 * minutes))
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
@@ -32,7 +38,7 @@ def flags_for_minutes(config, cli_flags):
     return {name: value for name, value in chosen.items() if name not in cli_flags}  # the command line is stronger
 
 
-# By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the
+# By hand: 7 bytes, at 3 per token (2 below 402 kB, 2.5 below 804 kB, with a smaller vocabulary), for each weight of the
 # blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128, 786,432 of 4 x 128, 2.65M of 6 x 192, 4.7M of 6 x 256, 25M
 # of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for texts that are too small for the next one.
 # A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048 where it is the time that ends the run, not the 25
@@ -119,7 +125,7 @@ def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
 @pytest.mark.parametrize("tokens, step", [(2e6, 8192), (1.6e6, 4096), (5e4, 1024)])
 def test_fine_tuning_has_200_steps_if_there_is_time(tokens, step, monkeypatch):
     """By hand: 200 steps of 8,192 tokens are 1.64 million. A step has 1,024 at least."""
-    monkeypatch.setattr(presets, "text_bytes", lambda *args: 3e6)
+    set_size(monkeypatch, 3e6)
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: tokens / 60)
     config = replace(config_with(total_batch_size=8192), text="a.txt", init_from="gpt2", minutes=1.0)
     chosen = flags_for_minutes(config, {})
@@ -190,7 +196,7 @@ def test_a_text_that_is_read_often_gets_weight_decay_dropout_and_an_end(
 
 
 def test_a_fork_that_counts_minutes_reads_its_text_as_often_as_its_dropout_allows(monkeypatch):
-    monkeypatch.setattr(presets, "text_bytes", lambda *args: 3e6)
+    set_size(monkeypatch, 3e6)
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1e6)
     for dropout, most in ((0.0, 10), (0.2, 25)):
         config = replace(config_of(), minutes=3.0, fork="x", text="a.txt", dropout=dropout)

@@ -480,6 +480,22 @@ def test_a_text_with_end_of_text_in_it_is_noted(tmp_path, capsys, separator, nam
     assert (notes, documents) == ((0, 10) if separator else (1, 2))
 
 
+@pytest.mark.parametrize("tokens, share", [(120, "83%"), (401, None)])
+def test_a_text_that_is_hardly_longer_than_a_shard_is_noted(tmp_path, capsys, tokens, share):
+    """Most of it would be validated on."""
+    make_shards(corpus_of(["a" * (tokens - 1)]), tmp_path, tokenizer="bytes", shard_size=100)
+    out = capsys.readouterr().out
+    assert (f"note: the validation shard has {share} of the tokens" in out) == bool(share)
+    assert ("of the tokens" in out) == bool(share)
+
+
+def test_a_folder_of_text_that_was_renamed_is_named(texts, tmp_path):
+    make("out")
+    texts.rename(tmp_path / "other")
+    with pytest.raises(UserError, match=r"another name, such as texts_.*: the folder of the text was renamed"):
+        make_shards(TextFiles(find_input(["other"])), "out", tokenizer="bytes", shard_size=2000)
+
+
 def test_parts_that_would_be_encoded_again_are_noted(texts, capsys, monkeypatch):
     """They may have taken many machines hours."""
     for share in ((1, 2), (2, 2)):

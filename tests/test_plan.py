@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS
+from safetensors.torch import load_file
 from training import config_with, trained
 
 from support.cli import UserError
 from support.config import PlanOptions
+from support.data.make_shards import make_shards
 from support.data.shards import open_shards
+from support.data.text_files import TextFiles
 from support.data.tokenizer import get_tokenizer
 from support.runtime.memory import Layout, training_memory
 from support.sizing import plan
@@ -266,6 +269,23 @@ def test_the_vocabulary_is_that_of_shards_or_pretrained_weights(byte_shards, tin
     get_tokenizer("bytes").save_pretrained(tmp_path / "base", 16)
     main(["--plan", "--init-from", str(tmp_path / "base"), "--block-size", "16", "--dtype", "auto"])
     assert "model    34,208 parameters" in printed(capsys)
+
+
+@pytest.mark.parametrize("flags", [["--text", "{folder}/text.txt"], ["--data", "{folder}/none"]])
+@pytest.mark.parametrize("start", ["--init-from", "--fork"])
+def test_a_model_that_exists_is_planned_with_its_vocabulary(tmp_path, byte_shards, capsys, start, flags):
+    text = " ".join(map(str, range(9000)))
+    (tmp_path / "text.txt").write_text(text)
+    make_shards(
+        TextFiles([tmp_path / "text.txt"]), tmp_path / "shards", tokenizer="bpe", vocab_size=700, split_documents=True
+    )
+    trained(tmp_path / "run", "--data", tmp_path / "shards", "--max-steps", 2)
+    parameters = sum(weights.numel() for weights in load_file(tmp_path / "run/model_00002/model.safetensors").values())
+    main(
+        ["--plan", start, str(tmp_path / "run/model_00002"), "--out", str(tmp_path / "out"), "--max-steps", "4",
+         "--total-batch-size", "256", "--dtype", "auto", *(flag.format(folder=tmp_path) for flag in flags)]
+    )  # fmt: skip
+    assert f"model    {parameters:,} parameters" in capsys.readouterr().out
 
 
 def test_parameters_are_those_of_the_published_models(capsys):

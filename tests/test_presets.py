@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +18,19 @@ from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, config
 import train_gpt2
 from support.checkpoints.history import read_starts
 from support.cli import UserError
+from support.data.bpe import train_bpe
+from support.data.make_shards import make_shards
 from support.data.shards import read_manifest
+from support.data.text_files import TextFiles
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
+from support.sizing import presets
 from support.sizing.presets import (
     MODELS_FOR_TEXT,
     fast_rates,
     longer_run,
     make_preset_shards,
-    text_bytes,
+    measure_text,
     vocab_size_for,
 )
 from support.terminal import on_one_line
@@ -167,7 +173,11 @@ def test_and_so_does_a_long_demo(steps, dropout, times):
     assert config.weight_decay == pytest.approx(times * 0.1 * 8**0.5, rel=1e-3)
 
 
-def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
+def test_the_tokenizer_suits_the_amount_of_text(tmp_path, monkeypatch):
+    def no_network(name):
+        raise UserError(f"{name} cannot be downloaded.")
+
+    monkeypatch.setattr(presets, "get_tokenizer", no_network)
     sizes = {1e4: "bpe", 4e8: "bpe", 4.1e8: "gpt2"}
     assert {size: configure(["--text", str(file_of_size(tmp_path, size))])[0].tokenizer for size in sizes} == sizes
     config, _ = configure(["--text", str(file_of_size(tmp_path, 2e7)), "--tokenizer", "gpt2"])  # of four bytes
@@ -189,7 +199,7 @@ def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
 def test_the_vocabulary_suits_the_text_and_the_model(tmp_path, size, sizes, expected):
     model = dict(zip(("n_layer", "n_embd"), sizes, strict=True))
     config, _ = configure(["--text", str(file_of_size(tmp_path, size))])
-    assert vocab_size_for(replace(config, **model)) == expected
+    assert vocab_size_for(replace(config, **model), measure_text(config.text)) == expected
 
 
 @pytest.mark.parametrize(("n_layer", "vocab_size"), [(2, 512), (3, 1024)])
@@ -264,11 +274,51 @@ def test_compressed_text_counts_uncompressed(tmp_path):
     path = tmp_path / "text.parquet"
     pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 1e5
-    assert text_bytes(str(path), "story") == pytest.approx(1.6e6, rel=0.01)
+    assert measure_text(str(path), "story").bytes == pytest.approx(1.6e6, rel=0.01)
     (tmp_path / "texts").mkdir()
-    for name in ("a.txt.gz", "b.jsonl"):
-        file_of_size(tmp_path, 1000).rename(tmp_path / "texts" / name)
-    assert text_bytes(str(tmp_path / "texts")) == 3 * 1000 + 1000
+    numbers = " ".join(map(str, np.random.default_rng(0).integers(10**6, size=10**6)))  # 7 MB
+    with gzip.open(tmp_path / "texts/a.txt.gz", "wt") as file:
+        file.write(numbers)
+    text = "Война и мир, том первый. " * 4000
+    lines = [json.dumps({"id": "x" * 50, "text": text[start : start + 25]}) for start in range(0, len(text), 25)]
+    (tmp_path / "texts/b.jsonl").write_text("\n".join(lines))  # 12 bytes of 20 are Cyrillic letters
+    for name, size in (("a.txt.gz", len(numbers)), ("b.jsonl", len(text.encode()))):
+        assert measure_text(str(tmp_path / "texts" / name)).bytes == pytest.approx(size, rel=0.01)
+    assert measure_text(str(tmp_path / "texts")).bytes == pytest.approx(len(numbers) + len(text.encode()), rel=0.01)
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes", "known"])
+def test_texts_in_other_languages_have_other_tokens(tmp_path, tokenizer):
+    """The tokens of the shards are the reference. English has 2 bytes per token of such a small vocabulary."""
+    words = ["".join(chr(0x430 + i) for i in word) for word in np.random.default_rng(0).integers(32, size=(300, 6))]
+    text = " ".join(np.random.default_rng(1).choice(words, size=20_000))
+    (tmp_path / "text.txt").write_text(text)
+    known = train_bpe([text[:9000]], 400) if tokenizer == "known" else None
+    if known:
+        known.save_pretrained(tmp_path, 64)
+    estimate = measure_text(str(tmp_path / "text.txt"), "text", None if known else tokenizer, known)
+    manifest = make_shards(
+        TextFiles([tmp_path / "text.txt"]), tmp_path / "out", tokenizer=known.name if known else tokenizer,
+        tokenizer_from=tmp_path if known else None, split_documents=True,
+    )  # fmt: skip
+    of_train = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
+    assert estimate.train_tokens == pytest.approx(of_train, rel=0.02) and estimate.tokenizer == manifest["tokenizer"]
+    if tokenizer == "bpe":
+        assert estimate.vocab_size == manifest["vocab_size"]
+
+
+def test_a_tenth_of_a_text_that_is_longer_than_a_shard_is_held_out(tmp_path, monkeypatch):
+    """A whole shard would be most of it."""
+    monkeypatch.setattr(presets, "SHARD_SIZE", 1000)
+    monkeypatch.setattr(presets, "make_shards", partial(make_shards, shard_size=1000))
+    for text_bytes, held_out in ((900, 90), (1200, 120), (9000, 900), (45_000, 1000)):
+        monkeypatch.setattr(presets, "LARGE_TEXT", 40_000)
+        path = tmp_path / f"{text_bytes}.txt"
+        path.write_text("ab" * (text_bytes // 2))
+        config, _ = configure(["--text", path, "--tokenizer", "bytes", "--out", tmp_path / str(text_bytes)])
+        make_preset_shards(config, keep_existing=False, may_replace=False, model=None)
+        shards = read_manifest(config.data)["shards"]
+        assert sum(shard["tokens"] for shard in shards if shard["split"] == "val") == pytest.approx(held_out, abs=1)
 
 
 @pytest.mark.parametrize(

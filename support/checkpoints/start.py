@@ -17,7 +17,7 @@ from support.cli import Tables, UserError, flag_name, flag_words
 from support.config import LAYERS, TRAIN_FLAGS, Layers, TrainConfig, changed_flags, merge, source
 from support.data import shards
 from support.data.shards import DataIdentity
-from support.data.tokenizer import tokenizer_of_model
+from support.data.tokenizer import Tokenizer, find_tokenizer, tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
 from support.runtime.preflight import check_facts_agree, check_installed
@@ -80,6 +80,11 @@ class Start:
         if self.checkpoint is not None:
             return self.checkpoint.path
         return None if config.init_from is None else huggingface.find_model(config.init_from, verify=False)
+
+    def known_tokenizer(self, config: TrainConfig) -> Tokenizer | None:
+        """Returns the tokenizer of the model that training starts from, or of the shards; None if there is none yet."""
+        model = self.first_model(config)
+        return find_tokenizer(model) if model else None if config.is_demo_or_text else find_tokenizer(Path(config.data))
 
     def needs_measurement(self, config: TrainConfig) -> bool:
         """Returns whether --minutes is new to the run: a resumed run, or a fork of a timed run, has been measured."""
@@ -148,7 +153,7 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
         return _fork(cli_flags, Checkpoint.open(directory), dist)
-    start = Start()
+    start, known = Start(), None
     layers = start.layers
     layers["command line"] = cli_flags
     if "init_from" in cli_flags:
@@ -156,10 +161,11 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
         sizes = huggingface.read_config(directory)
         brought = {name: sizes[name] for name in TRAIN_FLAGS.keys() & sizes.keys()}
         if planned or cli_flags.keys() & {"text", "tokenizer"}:
-            brought["tokenizer"] = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer")).name
+            known = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer"))
+            brought["tokenizer"] = known.name
         layers["--init-from"] = brought
     if "text" in cli_flags:
-        layers["--text"] = presets.text_flags(merge(layers), recipe)
+        layers["--text"] = presets.text_flags(merge(layers), recipe, known)
     elif cli_flags.get("demo"):
         layers["--demo"] = presets.demo_flags(merge(layers), recipe)
         if not resume:

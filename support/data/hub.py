@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from support.cli import DISK_ERRORS, UserError
 from support.data.download import ATTEMPTS, is_refused, with_retries
-from support.data.text_files import TEXT_TYPES, Corpus, Part, Piece, TextFiles, group_by_size, slug, text_suffix
+from support.data.text_files import (
+    TEXT_TYPES,
+    Corpus,
+    Part,
+    Piece,
+    TextFiles,
+    check_separator,
+    group_by_size,
+    slug,
+    text_suffix,
+)
 from support.files import check_free_space, sha256_of
 
 if TYPE_CHECKING:
@@ -118,6 +128,7 @@ class HubFiles(Corpus):
                 f"{self._repository} has {', '.join(others)} files, not {TEXT_TYPES}. Use the hub's conversion to parquet with "
                 "--revision refs/convert/parquet, or write .parquet files with the datasets library and pass them with --input."
             )
+        check_separator(self._separator, map(Path, paths))
         entries = _request(
             lambda: [
                 entry

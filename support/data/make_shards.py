@@ -40,6 +40,7 @@ from support.files import atomic_write, check_free_space, read_json, sha256_of, 
 
 SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # held out from a corpus that fits into one shard
+LARGE_VAL_FRACTION = 0.25  # from which on a note says that more could be trained on
 MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
 MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # upper bounds on the average bytes of text per token
 BLOCK = 1 << 23  # tokens that are read at a time
@@ -351,6 +352,12 @@ def _write_all(
         if writing:
             writing.result()
     folder.finish()
+    sizes = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}
+    share = sizes.get(shard_name(corpus.prefix, "val", 0), 0) / sum(sizes.values())
+    if in_order and share > LARGE_VAL_FRACTION:
+        folder.report(
+            f"note: the validation shard has {share:.0%} of the tokens. To train on more of them, use --val-fraction {VAL_FRACTION}."
+        )
 
 
 def _in_order(parts: EncodedParts, size: int) -> Iterator[Shard]:

@@ -179,7 +179,13 @@ def _adopt_finished_shards(
             report(f"note: parts in {directory} are not used, and removed at the end: {'; '.join(differences)}")
         earlier = None
     for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
-        if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
+        has_other_name = path.name.rsplit("_", 2)[0] != prefix
+        if earlier and has_other_name and path.name in {entry["file"] for entry in earlier["shards"]}:
+            raise OtherShardsError(
+                f"{directory} has shards of this text under another name, such as {path.name}: the folder of the text was "
+                f"renamed. Rename it back, use another {flag}, or remove {directory}."
+            )
+        if earlier is None or has_other_name:
             raise UserError(
                 f"{directory} has shards from another tool, such as {path.name}. Move them away, or use another {flag}."
             )

@@ -14,6 +14,7 @@ from torch import nn
 from support import startup
 from support.cli import UserError
 from support.config import TrainConfig
+from support.data.tokenizer import Tokenizer
 from support.runtime import batch_size, cuda_graphs, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
@@ -35,8 +36,9 @@ FEW_STEPS = 100
 
 
 def flags_for_minutes(
-    config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed, new_model: NewModel
-) -> dict[str, Any]:
+    config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed, new_model: NewModel,
+    known: Tokenizer | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the flags that --minutes sets on this machine unless the user does, the same on all ranks.
 
     With --text or --demo, the model is the largest one that suits the text (see `presets.models_for_text`) and has
@@ -46,11 +48,12 @@ def flags_for_minutes(
     Args:
         recipe: the numbers of --recipe fast.
         new_model: makes a model of a configuration's sizes, with a vocabulary of this size.
+        known: the tokenizer, if it exists already.
 
     Raises:
         UserError: there is not even time for one step.
     """
-    run = _TimedRun(config, cli_flags, recipe, dist, new_model)
+    run = _TimedRun(config, cli_flags, recipe, dist, new_model, known)
     startup.show("measuring how fast this machine trains ...")
     chosen = dist.once(run.choose_flags)
     startup.show("")
@@ -62,15 +65,15 @@ class _TimedRun:
 
     def __init__(
         self, config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed,
-        new_model: NewModel,
+        new_model: NewModel, known: Tokenizer | None,
     ) -> None:  # fmt: skip
         self.config, self.cli_flags, self.recipe, self.dist, self.new_model = config, cli_flags, recipe, dist, new_model
+        self.known = known
         self.minutes = config.minutes or 0.0
         self.machine = Machine.find(config, dist.device, dist.world_size)
         self.tokenizer = presets.tokenizer_name(config)
-        self.text_bytes = presets.text_bytes(config.text, config.text_field)
-        self.bytes_per_token = presets.bytes_per_token(self.text_bytes, self.tokenizer)
-        self.train_tokens = presets.train_tokens(self.text_bytes, self.tokenizer)  # in a pass over the data
+        self.text = presets.measure_text(config.text, config.text_field, self.tokenizer, known)
+        self.train_tokens = self.text.train_tokens  # in a pass over the data
 
         is_pretrained = config.init_from is not None
         self.from_scratch = config.is_demo_or_text and not (is_pretrained or config.fork)
@@ -109,7 +112,7 @@ class _TimedRun:
         """Returns the flags of the model, none if the user or a checkpoint chooses it, and the tokens it can train on."""
         if not self.chooses_model:
             return {}, self.tokens_in_time({})
-        chosen, *larger = presets.models_for_text(self.text_bytes)
+        chosen, *larger = presets.models_for_text(self.text.bytes)
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
         if self.tokenizer != "bytes" and larger:
             chosen, *larger = larger
@@ -118,7 +121,7 @@ class _TimedRun:
             needed = (
                 presets.BYTES_PER_WEIGHT
                 * memory.block_weights(model["n_layer"], model["n_embd"])
-                / self.bytes_per_token
+                / self.text.bytes_per_token
             )
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
@@ -130,7 +133,8 @@ class _TimedRun:
     def tokens_in_time(self, model: dict[str, int]) -> float:
         """Measures how many tokens a model can train on in time; `model` has its flags that differ from the run's."""
         config = TrainConfig(**self.config.to_dict() | model)
-        vocab_size, B = presets.vocab_size_for(config), model.get("batch_size", self.machine.batch_size)
+        vocab_size = presets.vocab_size_for(config, self.text, self.known)
+        B = model.get("batch_size", self.machine.batch_size)
         if self.chooses_rows:
             B = self.cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)
         while True:

@@ -16,6 +16,7 @@ import torch
 from support.cli import UserError, flag_name, flags_of, format_bytes
 from support.config import PlanOptions, TrainConfig
 from support.data import shards
+from support.data.tokenizer import Tokenizer
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, devices, memory
 from support.runtime.machine import compile_seconds, hellaswag_interval
@@ -195,12 +196,13 @@ def _own_gpu() -> str:
 
 def print_report(
     options: PlanOptions, config: TrainConfig, new_model: NewModel, data: shards.TokenData | None = None,
-    hellaswag_items: int = 0, first_step: int = 0, rank: int = 0,
+    known: Tokenizer | None = None, hellaswag_items: int = 0, first_step: int = 0, rank: int = 0,
 ) -> None:  # fmt: skip
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Args:
         data: None if the shards are not made yet.
+        known: the tokenizer, if it exists already.
         new_model: makes the model; on the meta device, that takes about 2 ms per layer.
 
     Raises:
@@ -218,10 +220,11 @@ def print_report(
         tokenizer, vocab_size = data.tokenizer.name, data.tokenizer.vocab_size
         validated_tokens = sum(map(len, data.targets(config.block_size, config.val_tokens)))
     else:
-        tokenizer, vocab_size = presets.tokenizer_name(config), presets.vocab_size_for(config)
+        tokenizer = presets.tokenizer_name(config)
+        text = presets.measure_text(config.text, config.text_field, tokenizer, known)
+        vocab_size, train_tokens = presets.vocab_size_for(config, text, known), text.train_tokens
         validated_tokens = config.val_tokens
         if config.is_demo_or_text:
-            train_tokens = presets.train_tokens(presets.text_bytes(config.text, config.text_field), tokenizer)
             validated_tokens = min(validated_tokens, int(train_tokens / 9))  # a tenth of the text is held out
             if train_tokens < config.total_batch_size:
                 raise UserError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from support import startup
-from support.cli import Tables, print_lines
+from support.cli import Tables, UserError, print_lines
 from support.config import TrainConfig
 from support.data import shards
-from support.data.bpe import fitting_vocab_size
+from support.data.bpe import HELD_OUT, fitting_vocab_size, train_bpe
 from support.data.demo_text import DEMO_VOCAB_SIZE, demo_corpus
 from support.data.encode import usable_cores
-from support.data.make_shards import make_shards
+from support.data.make_shards import SHARD_SIZE, VAL_FRACTION, make_shards
 from support.data.output_folder import OtherShardsError, remove_shards
-from support.data.text_files import TextFiles, estimate_text_bytes, find_input
-from support.data.tokenizer import VOCAB_SIZES
+from support.data.text_files import TextFiles, estimate_text, find_input
+from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, to_utf8
 from support.runtime.memory import block_weights
 
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
@@ -44,29 +46,84 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
 # docs/measurements/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
 BYTES_PER_WEIGHT = 7
-BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
+BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}  # of English
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
 # A text is read at most MAX_PASSES times without dropout, and MAX_PASSES_WITH_DROPOUT times with it: more would only memorize it.
 MAX_PASSES, MAX_PASSES_WITH_DROPOUT, MOST_DROPOUT = 10, 25, 0.1
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
+LARGE_TEXT = 4e9  # bytes, of which a shard is about a tenth
+ENCODED_CHARS = 2**17  # of a text are encoded to see how long its tokens are
 
 
-def text_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TextSize:
+    """Estimates of a text whose shards are not made yet."""
+
+    bytes: float
+    characters: float
+    tokenizer: str  # gpt2, bytes or bpe
+    bytes_per_token: float
+
+    @property
+    def train_tokens(self) -> float:
+        """The tokens that are trained on: the last tenth is held out."""
+        return 0.9 * self.bytes / self.bytes_per_token
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary of an encoding that is trained on the text, if the model is large enough for it."""
+        return fitting_vocab_size((1 - HELD_OUT) * self.characters)
+
+
+def measure_text(
+    text: str | None, field: str = "text", tokenizer: str | None = None, known: Tokenizer | None = None
+) -> TextSize:
+    """Returns estimates of the text that --text names, or of the demo's text if `text` is None.
+
+    Args:
+        tokenizer: gpt2, bytes or bpe (default: bpe, or gpt2 for a large text).
+        known: the tokenizer, if it exists already; it encodes the beginning of the text.
+
+    Raises:
+        UserError: there is no text, or it cannot be read.
+    """
+    if text is None:
+        return TextSize(DEMO_TEXT_BYTES, DEMO_TEXT_BYTES, "bpe", BYTES_PER_TOKEN["bpe"])
+    size, beginning = estimate_text(find_input([text]), field)
+    bytes_per_character = len(to_utf8(beginning)) / max(1, len(beginning)) or 1.0
+    tokenizer = known.name if known else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
+    estimated = TextSize(size, size / bytes_per_character, tokenizer, BYTES_PER_TOKEN[tokenizer])
+    if tokenizer == "bpe" and known is None:
+        if bytes_per_character < 1.1:
+            return replace(
+                estimated,
+                bytes_per_token=BYTES_PER_TOKEN_OF_SMALL_BPE.get(estimated.vocab_size, estimated.bytes_per_token),
+            )
+        known = train_bpe([beginning], estimated.vocab_size)
+    if tokenizer == "gpt2" and known is None:
+        with contextlib.suppress(UserError):  # it cannot be downloaded
+            known = get_tokenizer("gpt2")
+    if known and (encoded := beginning[:ENCODED_CHARS]):
+        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(known.encode_array(encoded)))
+    return estimated
+
+
+def text_flags(above: Mapping[str, Any], recipe: Mapping[str, Any], known: Tokenizer | None = None) -> dict[str, Any]:
     """Returns the flags that --text sets, unless a stronger layer does.
 
     Args:
         above: the values of the stronger layers: of the command line, and of pretrained weights.
         recipe: the numbers of --recipe fast.
+        known: the tokenizer of pretrained weights.
 
     Raises:
         UserError: --text names no text.
     """
     fine_tuned = "init_from" in above
-    size = text_bytes(above["text"], above.get("text_field", "text"))
-    tokenizer = above.get("tokenizer", "bpe" if size <= MAX_BPE_TEXT else "gpt2")
-    tokens = train_tokens(size, tokenizer)
+    text = measure_text(above["text"], above.get("text_field", "text"), above.get("tokenizer"), known)
+    size, tokenizer, tokens = text.bytes, text.tokenizer, text.train_tokens
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
@@ -79,7 +136,7 @@ def text_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str,
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in above:
-            flags |= models_for_text(size, total_tokens * bytes_per_token(size, tokenizer))[-1]
+            flags |= models_for_text(size, total_tokens * text.bytes_per_token)[-1]
     tokens_per_step = above.get("total_batch_size", step_size(total_tokens, steps))
     steps = above.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     passes = steps * tokens_per_step / max(1, tokens)
@@ -102,25 +159,13 @@ def demo_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str,
     if "max_steps" in above:
         length = flags_for_steps(above["max_steps"], demo=True)
         step = above.get("total_batch_size", DEMO_STEP_SIZE)
-        passes = above["max_steps"] * step / train_tokens(DEMO_TEXT_BYTES, "bpe")
+        passes = above["max_steps"] * step / measure_text(None).train_tokens
         if "init_from" not in above:
             length["dropout"] = dropout_for(passes)
     else:
         length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # a run saves before its cooldown and at its end
     flags = DEMO | fast_rates(recipe, DEMO_STEP_SIZE, above, passes) | length
     return {name: value for name, value in flags.items() if not ("model" in above and name in MODEL_FLAGS)}
-
-
-def train_tokens(size: float, tokenizer: str) -> float:
-    """Estimates how many tokens of a text of `size` bytes are trained on: the last tenth is held out."""
-    return 0.9 * size / bytes_per_token(size, tokenizer)
-
-
-def bytes_per_token(size: float, tokenizer: str) -> float:
-    """Estimates the bytes of a token; a small text has a small vocabulary of short ones."""
-    if tokenizer != "bpe":
-        return BYTES_PER_TOKEN[tokenizer]
-    return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(size), BYTES_PER_TOKEN["bpe"])
 
 
 def dropout_for(passes: float) -> float:
@@ -263,14 +308,12 @@ def tokenizer_name(config: TrainConfig) -> str:
     return "bpe" if config.demo else config.tokenizer or "gpt2"
 
 
-def vocab_size_for(config: TrainConfig) -> int:
-    """Returns the vocabulary size of a run whose shards are not made yet."""
+def vocab_size_for(config: TrainConfig, text: TextSize, known: Tokenizer | None = None) -> int:
+    """Returns the vocabulary size of a run whose shards are not made yet; `known` is its tokenizer, if that exists already."""
     tokenizer = tokenizer_name(config)
-    if tokenizer != "bpe":
-        return VOCAB_SIZES[tokenizer]
-    if config.text is None:
-        return DEMO_VOCAB_SIZE
-    return min(fitting_vocab_size(text_bytes(config.text, config.text_field)), largest_vocab_size(config))
+    if known or tokenizer != "bpe":
+        return known.vocab_size if known else VOCAB_SIZES[tokenizer]
+    return DEMO_VOCAB_SIZE if config.text is None else min(text.vocab_size, largest_vocab_size(config))
 
 
 def largest_vocab_size(config: TrainConfig) -> int:
@@ -279,17 +322,6 @@ def largest_vocab_size(config: TrainConfig) -> int:
     With a larger one, a step spends most of its time on the logits (measured, see docs/measurements/small-models.md).
     """
     return max(512, 2 ** int(math.log2(block_weights(config.n_layer, config.n_embd) / config.n_embd)))
-
-
-def text_bytes(text: str | None, field: str = "text") -> float:
-    """Estimates the size in bytes of the text that --text names, or of the demo's text if `text` is None.
-
-    Raises:
-        UserError: there is no text.
-    """
-    if text is None:
-        return DEMO_TEXT_BYTES
-    return sum(estimate_text_bytes(path, field) for path in find_input([text]))
 
 
 # -----------------------------------------------------------------------------
@@ -320,9 +352,12 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bo
         make = partial(make_shards, demo_corpus(), config.data, tokenizer="bpe", flag="--data")
     else:
         paths = find_input([config.text], lambda note: print_lines(f"note    {note}"))
+        size, _ = estimate_text(paths, config.text_field)
         make = partial(
             make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=tokenizer_name(config),
             largest_vocab_size=None if model else largest_vocab_size(config), tokenizer_from=model,
+            # a whole shard would be most of a text that is hardly longer
+            val_fraction=VAL_FRACTION if SHARD_SIZE < size < LARGE_TEXT else None,
             split_documents=True, threads=usable_cores(), flag="--out",
         )  # fmt: skip
     make = partial(make, report=print_note)
