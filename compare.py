@@ -256,6 +256,7 @@ def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
 # -----------------------------------------------------------------------------
 # --normal
 
+VALIDATED_TOKENS = 10_485_760  # by the public runs
 SHOWN_STEPS = {10, 50, 100, 250, 1000, 5000, 10000, 15000}  # besides the last one
 
 
@@ -276,9 +277,14 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
-    items = [start["hellaswag_items"] for start in starts_in_log(starts) if start.get("hellaswag_items")]
-    if items and items[-1] != NUM_HELLASWAG_ITEMS:  # as the public runs were scored
-        log["hella"] = {}
+    for name, key, of_public_runs in (
+        ("val", "validation_tokens", VALIDATED_TOKENS), ("hella", "hellaswag_items", NUM_HELLASWAG_ITEMS)
+    ):  # fmt: skip
+        measured = [start[key] for start in starts_in_log(starts) if start.get(key)]
+        if log[name] and measured and measured[-1] != of_public_runs:
+            what = key.replace("_", " ").replace("hellaswag", "HellaSwag")
+            print(f"note: values of {measured[-1]:,} {what} are left out; the public runs have {of_public_runs:,}.")
+            log[name] = {}
     if not starts:
         print("note: there is no starts.jsonl beside this log, so its flags and data are not compared.")
     verdict = normal.judge(log)

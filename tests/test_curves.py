@@ -168,6 +168,28 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
     assert "per token" in axes.get_ylabel()
 
 
+@pytest.mark.parametrize("other, per_byte", [("a", False), ("b", True)])
+def test_the_tokenizer_decides_and_not_how_long_the_validated_tokens_are(tmp_path, other, per_byte):
+    """Which depends on --val-tokens and --block-size, too."""
+    runs = [
+        read_run(write_run(tmp_path / name, [8.0], {1: 4.0}, data={"tokenizer": "bpe", "tokenizer_sha256": sha256, "bytes_per_token": n}))
+        for name, sha256, n in (("one", "a", 4.0), ("two", other, 4.1))
+    ]  # fmt: skip
+    assert curves.compares_per_byte(runs) == per_byte
+
+
+def test_the_curve_of_a_parent_is_not_hidden_by_its_forks(tmp_path):
+    """There it is grey, because its steps were smaller."""
+    parent = write_run(tmp_path / "parent", [8.0, 6.0], {0: 8.0, 1: 7.0, 2: 6.0})
+    fork = write_run(tmp_path / "fork", [8.0, 6.0, 5.0], {0: 8.0, 1: 7.0, 2: 6.0, 3: 5.0})
+    start = json.loads((fork / "starts.jsonl").read_text()) | {"first_step": 2, "tokens_per_step": 2000}
+    with open(fork / "starts.jsonl", "a") as file:
+        file.write(json.dumps(start) + "\n")
+    axes, _ = draw_runs(["parent", "fork"], [read_run(parent), read_run(fork)]).axes
+    order = {line.get_color(): line.get_zorder() for line in axes.get_lines()}
+    assert order[curves.NOT_COMPARABLE] < order["C0"] == order["C1"]
+
+
 def test_losses_of_a_forks_parent_have_its_own_bytes_per_token(tmp_path):
     run = write_run(tmp_path / "run", [8.0] * 3, {0: 8.0, 2: 6.0}, data={"tokenizer": "bpe", "bytes_per_token": 4.0})
     fork = json.loads((run / "starts.jsonl").read_text())

@@ -155,6 +155,13 @@ def test_values_of_equal_keys_are_comparable():
     assert comparable_values("val", values, starts[1:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}  # the first is not known
 
 
+@pytest.mark.parametrize("tokens_per_step, kept", [(1, {0: 0.25}), (2, {})])
+def test_scores_of_a_parent_with_other_steps_are_not_those_of_a_fork_that_has_none(tokens_per_step, kept):
+    parent = START | {"comparable": {"hella": "a"}}
+    fork = START | {"first_step": 4, "tokens_per_step": tokens_per_step}
+    assert comparable_values("hella", {0: 0.25}, [parent, fork]) == kept
+
+
 def test_a_start_at_the_step_of_an_earlier_one_replaces_it():
     """A process that was killed before its first checkpoint has left no value in the log."""
     starts = [START | {"run": run, "first_step": step} for run, step in (("a", 0), ("b", 0), ("c", 4), ("d", 4))]

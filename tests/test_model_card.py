@@ -173,6 +173,7 @@ def test_scores_are_the_newest():
     text, _ = card_of(**values)
     assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte, over 700 tokens (step 250)\n" in text
     assert "**HellaSwag**: acc_norm 0.3100 on 12 items (step 200)\n" in text
+    assert "on 12 items, in contexts of 64 tokens (step" in card_of("--block-size", "64", **values)[0]
     assert "validation" not in card_of(val={0: 9.0})[0] and "best" not in text
     text, _ = card_of(val={100: 3.0, 250: 3.2})
     assert "(step 250)\n- **best validation loss of this run**: 3.0000 nats per token (step 100)\n" in text

@@ -294,18 +294,28 @@ def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags:
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
 
 
-def test_scores_of_other_hellaswag_items_do_not_count(tmp_path, capsys, monkeypatch, no_drawing):
+@pytest.mark.parametrize(
+    "name, key, sizes, note",
+    [
+        ("hella", "hellaswag_items", (10_042, 0, 25), "25 HellaSwag items are left out; the public runs have 10,042."),
+        ("val", "validation_tokens", (10_485_760, 0, 65_536), "65,536 validation tokens are left out; the public runs have 10,485,760."),
+    ],
+)  # fmt: skip
+def test_values_of_other_items_or_tokens_do_not_count(
+    tmp_path, capsys, monkeypatch, no_drawing, name, key, sizes, note
+):
     """A resume without HellaSwag leaves the scores before it as they were."""
     write_log(tmp_path / "log.txt", make_log(cut=1000))
     judged, judge = list[int](), normal.judge
-    monkeypatch.setattr(normal, "judge", lambda log: judged.append(len(log["hella"])) or judge(log))
-    for items in (10042, 0, 25):
+    monkeypatch.setattr(normal, "judge", lambda log: judged.append(len(log[name])) or judge(log))
+    noted = []
+    for size in sizes:
         write_start(tmp_path)
-        start = json.loads((tmp_path / "starts.jsonl").read_text()) | {"first_step": 500, "hellaswag_items": items}
+        start = json.loads((tmp_path / "starts.jsonl").read_text()) | {"first_step": 500, key: size}
         with open(tmp_path / "starts.jsonl", "a") as file:
             file.write(json.dumps(start) + "\n")
-        answer(capsys, ".")
-    assert judged[0] == judged[1] > 0 == judged[2]
+        noted.append(f"note: values of {note}" in answer(capsys, "."))
+    assert judged[0] == judged[1] > 0 == judged[2] and noted == [False, False, True]
 
 
 def test_a_fork_of_another_recipe_has_no_verdict(tmp_path, capsys, no_drawing):

@@ -81,6 +81,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         "data": {
             **run.identity,
             "tokenizer": tokenizer.name,
+            "tokenizer_sha256": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "bytes_per_token": run.bytes_per_token,
         },
@@ -179,7 +180,8 @@ def starts_in_log(starts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mapping[str, Any]]) -> dict[int, T]:
     """Returns the values in a log that are comparable with those of the last start that measures such values, by step.
 
-    Others were measured on other data, or are from a parent whose steps had another size (see `RunInfo.comparable`).
+    Others were measured on other data, or are from a parent whose steps had another size (see `RunInfo.comparable`); also if
+    a fork itself does not measure such values.
 
     Args:
         name: "train", "val" or "hella".
@@ -189,7 +191,7 @@ def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mappi
     last_key = next((key for start in reversed(in_log) if (key := start["comparable"].get(name))), None)
     kept = dict[int, T]()
     for start, last_step in zip(in_log, last_steps, strict=True):
-        if start["comparable"].get(name) == last_key:
+        if (start["comparable"].get(name), start["tokens_per_step"]) == (last_key, in_log[-1]["tokens_per_step"]):
             kept |= {step: value for step, value in values.items() if start["first_step"] <= step <= last_step}
     return kept
 

@@ -100,7 +100,7 @@ def check_fits(source: str | Path, vocab_size: int, context: int, tokenizer: Tok
     directory = find_model(source, verify=False)
     stated = None if (directory / TOKENIZER_JSON).exists() else config.tokenizer
     pretrained = tokenizer_of_model(directory, vocab_size, stated)
-    if not pretrained.is_same_as(tokenizer):
+    if pretrained.fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"{source} has a different tokenizer from the shards in {config.data}: {vocab_size:,} tokens instead of "
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "

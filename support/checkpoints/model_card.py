@@ -98,7 +98,9 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
             facts["best validation loss of this run"] = f"{val[best]:.4f} nats per token (step {best:,})"
     if at := max(hellaswag, default=0):
         items = f" on {run.hellaswag_items:,} items" if run.hellaswag_items else ""  # this process may not score
-        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
+        T = run.model_config.block_size
+        cut = f", in contexts of {T:,} tokens" if T < 1024 else ""  # published scores are of whole texts
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items}{cut} (step {at:,})"
     return _CARD.format(
         # JSON is valid YAML, and its quotes keep names such as "on" or "1e3" strings
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),

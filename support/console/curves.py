@@ -258,9 +258,11 @@ def draw_normal(name: str, log: Mapping[str, Mapping[int, float]]) -> Figure:
 
 def compares_per_byte(runs: Sequence[Run]) -> bool:
     """Returns whether the runs have different tokenizers, so that losses per token cannot be compared."""
-    tokenizers = [run.start["data"]["tokenizer"] for run in runs]
-    # two trained tokenizers may be identical, but losses per byte are comparable either way
-    return len(set(tokenizers)) > 1 or "bpe" in tokenizers and len({run.bytes_per_token for run in runs}) > 1
+    data = [run.start["data"] for run in runs]
+    if all("tokenizer_sha256" in of_run for of_run in data):
+        return len({of_run["tokenizer_sha256"] for of_run in data}) > 1
+    # The starts of older versions do not identify a trained tokenizer, but losses per byte are comparable either way.
+    return len({(x["tokenizer"], x["tokenizer"] == "bpe" and x["bytes_per_token"]) for x in data}) > 1
 
 
 def save(figure: Figure, path: Path, unique: bool = False) -> None:
@@ -296,17 +298,21 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     axes.legend(loc="upper right")
 
 
-def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None) -> list[Line2D]:
+def _draw_validation(
+    axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None, zorder: int = 2
+) -> list[Line2D]:
     """Draws dots, and a line from the second one on: a line from step 0 would be far above the training loss."""
-    axes.plot(x[1:], y[1:], color=color)
-    return axes.plot(x, y, "o", color=color, markersize=3, label=label)
+    axes.plot(x[1:], y[1:], color=color, zorder=zorder)
+    return axes.plot(x, y, "o", color=color, markersize=3, label=label, zorder=zorder)
 
 
 def _draw_others(axes: Axes, train: Curve, val: Curve, label: str | None = None) -> None:
     """Draws losses that are not comparable with the run's own, in grey, if there are any."""
     if len(train[0]) or len(val[0]):
-        axes.plot(train[0], smooth(train[1]), color=NOT_COMPARABLE, label=label)
-        _draw_validation(axes, *val, NOT_COMPARABLE)
+        axes.plot(
+            train[0], smooth(train[1]), color=NOT_COMPARABLE, label=label, zorder=1
+        )  # below the curves of other runs
+        _draw_validation(axes, *val, NOT_COMPARABLE, zorder=1)
 
 
 def _draw_hellaswag(axes: Axes, run: Run) -> None:
@@ -314,7 +320,7 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
     if len(others[0]):
         axes.plot(*others, "o-", color=NOT_COMPARABLE, markersize=3)
     if len(y):
-        axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
+        axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm: {y[-1]:.4f}, at step {x[-1]:,}")
     # a shorter context may cut off texts
     comparable = has_gpt2_tokens(run.start) and run.flags.get("block_size", 0) >= 1024
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")

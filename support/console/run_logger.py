@@ -82,6 +82,7 @@ class RunLogger:
         self._bar = tqdm(
             total=1.0, initial=run.schedule.fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
+            smoothing=0,  # the time left counts evaluations to come as often as those so far
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
         self._line_shown, self._progress_shown, self._first_step_ended = 0.0, time.perf_counter(), 0.0

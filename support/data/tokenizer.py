@@ -195,11 +195,10 @@ class Tokenizer:
         blocks = (ids[start : start + COUNTED] for start in range(0, len(ids), COUNTED))
         return sum(int(lengths[np.minimum(block, len(lengths) - 1)].sum()) for block in blocks)
 
-    def is_same_as(self, other: Tokenizer) -> bool:
-        """Returns whether both give every text the same ids."""
-        if self.name != other.name or self.name != "bpe":
-            return self.name == other.name
-        return _read_json(self.json)[1] == _read_json(other.json)[1]
+    @property
+    def fingerprint(self) -> str:
+        """A SHA-256 that two tokenizers share if they give every text the same ids."""
+        return _read_json(self.json)[1]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
