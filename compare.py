@@ -17,6 +17,7 @@ if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
 import itertools
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -256,7 +257,7 @@ def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
 # -----------------------------------------------------------------------------
 # --normal
 
-VALIDATED_TOKENS = 10_485_760  # by the public runs
+LEAST_VALIDATED = 327_680  # tokens; see `normal.FEWER_TOKENS`
 SHOWN_STEPS = {10, 50, 100, 250, 1000, 5000, 10000, 15000}  # besides the last one
 
 
@@ -277,13 +278,16 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
-    for name, key, of_public_runs in (
-        ("val", "validation_tokens", VALIDATED_TOKENS), ("hella", "hellaswag_items", NUM_HELLASWAG_ITEMS)
-    ):  # fmt: skip
+    for name, key, comparable in (
+        ("val", "validation_tokens", range(LEAST_VALIDATED, sys.maxsize)),
+        ("hella", "hellaswag_items", [NUM_HELLASWAG_ITEMS]),
+    ):
         measured = [start[key] for start in starts_in_log(starts) if start.get(key)]
-        if log[name] and measured and measured[-1] != of_public_runs:
+        if log[name] and measured and measured[-1] not in comparable:
             what = key.replace("_", " ").replace("hellaswag", "HellaSwag")
-            print(f"note: values of {measured[-1]:,} {what} are left out; the public runs have {of_public_runs:,}.")
+            print(
+                f"note: values of {measured[-1]:,} {what} are left out; the public runs have at least {comparable[0]:,}."
+            )
             log[name] = {}
     if not starts:
         print("note: there is no starts.jsonl beside this log, so its flags and data are not compared.")
