@@ -98,7 +98,7 @@ def worker(job: Job) -> dict[str, Any]:
         config = train_gpt2.resolve(start)
         # needs no vocabulary file
         tokenizer = SimpleNamespace(
-            name="bytes", is_gpt2=False, vocab_size=vocab_size(job.model), eot=0, count_bytes=len
+            name="bytes", is_gpt2=False, vocab_size=vocab_size(job.model), eot=0, count_bytes=len, fingerprint=""
         )
         shards.read_tokenizer = lambda *folders: tokenizer
         switch_off(job.without)

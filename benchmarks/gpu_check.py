@@ -399,7 +399,9 @@ def cards(context: Context) -> None:
 
 def train_on_a_card(gb: float, flags: list[str]) -> None:
     """Runs train_gpt2.py as if the GPU had so many GiB; prints what it allocated."""
-    size_of_gpt2 = SimpleNamespace(name="bytes", is_gpt2=False, vocab_size=50257, eot=0, count_bytes=len)
+    size_of_gpt2 = SimpleNamespace(
+        name="bytes", is_gpt2=False, vocab_size=50257, eot=0, count_bytes=len, fingerprint=""
+    )
     total, context = torch.cuda.get_device_properties(0).total_memory, 0.6  # CUDA's own memory, in GiB
     torch.cuda.set_per_process_memory_fraction((gb - context) * 2**30 / total, 0)
     rows, machine = loss.chunk_rows, devices.free_and_total_memory

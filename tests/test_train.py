@@ -156,7 +156,7 @@ def test_shards_without_a_manifest_train_as_gpt2_tokens_with_hellaswags_scores(g
     log = read_log(tmp_path / "run" / "log.txt")
     assert log["hella"] == {0: 0.25, 2: 0.25, 4: 0.25} and log["val"][0] == pytest.approx(math.log(50257), abs=0.1)
     card = (tmp_path / "run" / "model_00004" / "README.md").read_text()
-    assert "**HellaSwag**: acc_norm 0.2500 on 4 items (step 4)\n" in card
+    assert "**HellaSwag**: acc_norm 0.2500 on 4 items, in contexts of 16 tokens (step 4)\n" in card
     out = capsys.readouterr().out
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 on 4 items \| \d+\.\ds\n", out)
 
