@@ -17,7 +17,6 @@ if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
 import itertools
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if compares_per_byte(runs) and (lacking := [run.folder for run in runs if not run.val]):
         raise UserError(
             *(
-                f"{folder} has no validation loss. With other tokenizers, only these can be compared."
+                f"{folder} has no validation loss. If the tokenizers differ, only validation losses can be compared."
                 for folder in lacking
             )
         )
@@ -197,10 +196,8 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def describe_machine(start: Mapping[str, Any]) -> str:
-    """Describes what a process ran on: `8 x NVIDIA A100-SXM4-80GB, bf16`; empty for the starts of old versions."""
-    machine = start.get("machine")
-    if not isinstance(machine, dict):
-        return ""
+    """Describes what a process ran on: `8 x NVIDIA A100-SXM4-80GB, bf16`."""
+    machine = start.get("machine", {})
     return f"{machine.get('processes')} x {machine.get('device')}, {machine.get('dtype')}"
 
 
@@ -278,17 +275,21 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
-    for name, key, comparable in (
-        ("val", "validation_tokens", range(LEAST_VALIDATED, sys.maxsize)),
-        ("hella", "hellaswag_items", [NUM_HELLASWAG_ITEMS]),
-    ):
-        measured = [start[key] for start in starts_in_log(starts) if start.get(key)]
-        if log[name] and measured and measured[-1] not in comparable:
-            what = key.replace("_", " ").replace("hellaswag", "HellaSwag")
-            print(
-                f"note: values of {measured[-1]:,} {what} are left out; the public runs have at least {comparable[0]:,}."
-            )
-            log[name] = {}
+    newest_first = starts_in_log(starts)[::-1]
+    validated, items = (
+        next((start[key] for start in newest_first if start.get(key)), None)
+        for key in ("validation_tokens", "hellaswag_items")
+    )
+    if log["val"] and validated and validated < LEAST_VALIDATED:
+        print(
+            f"note: losses over {validated:,} tokens are left out; the public runs validate on {LEAST_VALIDATED:,} or more."
+        )
+        log["val"] = {}
+    if log["hella"] and items not in (None, NUM_HELLASWAG_ITEMS):
+        print(
+            f"note: HellaSwag scores on {items:,} items are left out; the public runs have all {NUM_HELLASWAG_ITEMS:,}."
+        )
+        log["hella"] = {}
     if not starts:
         print("note: there is no starts.jsonl beside this log, so its flags and data are not compared.")
     verdict = normal.judge(log)

@@ -814,7 +814,10 @@ def resolve(start: Start) -> TrainConfig:
 def new_model(config: TrainConfig, vocab_size: int) -> GPT:
     """Makes the model that the flags describe, with random weights."""
     sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
-    return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
+    model = GPT(GPTConfig(vocab_size=vocab_size, **sizes))
+    if config.lora_rank:
+        lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed)
+    return model
 
 
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GPT:
@@ -984,8 +987,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with run_folder.locked(config, start, dist), devices.report_errors():
             if start.needs_measurement(config):  # times models to find what suits the time
-                known = start.known_tokenizer(config)
-                measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model, known)
+                find_tokenizer = partial(start.known_tokenizer, config)
+                measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model, find_tokenizer)
                 start = start.with_layer("--minutes", measured)
                 config = resolve(start)
             train(config, dist, start)

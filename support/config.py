@@ -156,7 +156,7 @@ class TrainConfig:
     recompute: bool = DEVICE(False, "recompute the activations of the blocks in the backward pass: less memory, more time",
         negatable=True)
     tf32: bool = DEVICE(True, "use TF32 on CUDA for the matrix products that stay in fp32")
-    compile: bool | None = DEVICE(None, "torch.compile the model", default_help="on with CUDA")
+    compile: bool | None = DEVICE(None, "torch.compile the model", default_help="on with CUDA, but for short runs")
     cuda_graphs: bool = DEVICE(True, "launch the steps of a small model as CUDA graphs, on one GPU")
     profile: int = DEVICE(0, "profile N steps, after the first 3, into trace.json.gz in --out; 0: none", at_least=0, stored=False)
     # fmt: on

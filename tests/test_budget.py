@@ -11,6 +11,7 @@ from training import ONE_PROCESS, config_of, config_with, configure
 
 from support.cli import UserError, flag_name, parse_flags
 from support.config import TrainConfig
+from support.data.bpe import train_bpe
 from support.runtime import cuda_graphs, devices, memory
 from support.sizing import budget, presets
 from train_gpt2 import GPT, RECIPES, GPTConfig, new_model
@@ -134,6 +135,46 @@ def test_fine_tuning_has_200_steps_if_there_is_time(tokens, step, monkeypatch):
     assert "total_batch_size" not in given
 
 
+def test_fine_tuning_ends_after_ten_passes_without_dropout(monkeypatch):
+    """As --help says: more would only memorize the text."""
+    set_size(monkeypatch, 3e5)
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1e6)
+    for dropout, most in ((0.0, 10), (0.1, 25)):
+        config = replace(config_with(), text="a.txt", init_from="gpt2", minutes=1.0, dropout=dropout)
+        assert flags_for_minutes(config, {})["max_passes"] == most
+
+
+def test_the_model_that_is_measured_has_the_vocabulary_and_the_tokens_of_one_that_exists(monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("ab" * 50_000)
+    known, measured = train_bpe(["ab" * 999], 300), []
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: measured.append(args[3]) or 1e3)
+    config = replace(config_with(), text=str(tmp_path / "a.txt"), init_from="x", tokenizer="bpe", minutes=3.0)
+    run = budget._TimedRun(config, {}, RECIPES["fast"], ONE_PROCESS, new_model, lambda: known)
+    run.choose_flags()
+    tokens = len(known.encode("ab" * 50_000))
+    assert measured == [known.vocab_size] and run.train_tokens == pytest.approx(0.9 * tokens, rel=0.01)
+    assert tokens < 20_000  # by the size of the text, they would be 50,000
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 4}, {"recompute": True}])
+def test_the_model_that_is_measured_is_the_one_that_is_trained(monkeypatch, flags):
+    """LoRA trains 4 x (32 + 96) + 4 x (32 + 32) weights beside c_attn and c_proj, and 4 x (128 + 32) in the MLP."""
+    trained, recomputed, forward = set(), [], GPT.forward
+
+    def spy(model, idx, targets=None):
+        trained.add(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        return forward(model, idx, targets)
+
+    monkeypatch.setattr(GPT, "forward", spy)
+    monkeypatch.setattr(memory, "recompute_activations", recomputed.append)
+    monkeypatch.setattr(budget, "MEASURED_SECONDS", 0.0)
+    config = replace(config_with(n_layer=1, n_head=1, n_embd=32, block_size=16), **flags)
+    budget._tokens_per_second(config, 1, "fp32", 257, ONE_PROCESS, new_model)
+    assert len(recomputed) == ("recompute" in flags)
+    if "lora_rank" in flags:
+        assert trained == {4 * (32 + 96) + 4 * (32 + 32) + 4 * (128 + 32)}
+
+
 def test_samples_are_left_out_where_they_take_too_long(monkeypatch):
     """By hand: 4 x (10 + 11 + ... + 41) tokens at each of four quarters, at a third of training's time: 35,000 x an eighth."""
     assert 4 * 4 * sum(range(10, 42)) / 3 * 8 == pytest.approx(budget.LEAST_SAMPLED, rel=0.02)
@@ -152,10 +193,11 @@ def test_given_sizes_stay(monkeypatch):
     chosen = flags_for(3e6, 2.4e7, monkeypatch, *"--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split())
     assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
-    for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2", "fork": "x"}, {}):  # a fork, shards
+    fork = {"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2", "fork": "x"}
+    for others, limits in ((fork, {"max_passes"}), ({}, set())):  # a fork, shards
         config = replace(config_of(), minutes=3.0, val_tokens=2**20, **others)
         chosen = flags_for_minutes(config, {})
-        assert chosen.keys() == {"val_tokens"}
+        assert chosen.keys() == {"val_tokens"} | limits
         # 3 minutes for 180,000 tokens: five validations of an eighth, three times as fast as training, are a fifth of it
         assert 5 / 3 * chosen["val_tokens"] / 180_000 == pytest.approx(0.208, abs=0.001)
 
@@ -252,10 +294,10 @@ def test_a_large_model_is_measured_in_two_calls_of_few_rows(flops, measured, mon
     [
         (
             ["--demo", "--minutes", "5", "--max-steps", "5"],
-            "--max-steps counts steps. Leave it out, or use --max-steps instead of this run's --minutes 5.",
+            "--max-steps counts steps, but this run has --minutes 5. Leave it out, or use --max-steps instead.",
         ),
-        (["--minutes", "5", "--decay-steps", "5"], "--decay-steps counts steps."),
-        (["--demo", "--warmup-steps", "5"], "--warmup-steps counts steps."),
+        (["--minutes", "5", "--decay-steps", "5"], "--decay-steps counts steps, but"),
+        (["--demo", "--warmup-steps", "5"], "--warmup-steps counts steps, but"),
         (["--demo", "--minutes", "0"], "--minutes is 0.0. It must be 0.1 or more."),
     ],
 )

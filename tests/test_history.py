@@ -114,6 +114,8 @@ def test_a_set_of_shards_is_listed_once(tmp_path):
         append_lines(tmp_path, start)
         sizes.append(path.stat().st_size)
     assert read_starts(tmp_path) == starts
+    append_lines(tmp_path, *starts)  # as a resumed run does
+    assert read_starts(tmp_path) == starts
     grown = np.diff(sizes)
     assert min(grown[:2]) > 90_000 and grown[2] < 500
     (tmp_path / "fork").mkdir()

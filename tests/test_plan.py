@@ -14,13 +14,14 @@ from training import config_with, trained
 
 from support.cli import UserError
 from support.config import PlanOptions
+from support.data.bpe import train_bpe
 from support.data.make_shards import make_shards
 from support.data.shards import open_shards
 from support.data.text_files import TextFiles
 from support.data.tokenizer import get_tokenizer
 from support.runtime.memory import Layout, training_memory
 from support.sizing import plan
-from train_gpt2 import main, new_model
+from train_gpt2 import GPT, GPTConfig, main, new_model
 
 
 def plan_for(*flags: object) -> plan.Plan:
@@ -197,6 +198,17 @@ def test_a_text_without_shards_yet_is_planned_by_its_size(tmp_path):
     assert evaluated == validations * 10_000 > 0
     with pytest.raises(UserError, match=r"text\.txt has about 90,000 tokens to train on, and one step takes 131,072\."):
         plan_for(*flags, "--total-batch-size", 131072)
+
+
+def test_the_tokens_of_a_text_are_those_of_the_model_that_is_trained_on(tmp_path):
+    """A tenth of them is validated on."""
+    text = "".join(f"число {number}, " for number in range(9_000))
+    (tmp_path / "text.txt").write_text(text)
+    known = train_bpe([text], 400)
+    GPT(GPTConfig(block_size=8, vocab_size=400, n_layer=1, n_head=1, n_embd=32)).save_pretrained(tmp_path / "model")
+    known.save_pretrained(tmp_path / "model", 8)
+    planned = plan_for("--text", tmp_path / "text.txt", "--init-from", tmp_path / "model", "--out", tmp_path / "out")
+    assert planned.validated_tokens == pytest.approx(len(known.encode(text)) / 10, rel=0.02)
 
 
 def test_recomputing_repeats_the_forward_pass_of_the_blocks():

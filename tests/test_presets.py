@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import finish_run, losses, run_to_the_end, start_run
+from helpers import finish_run, losses, needs_gpt2_vocabulary, run_to_the_end, start_run
 from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, configure, forked, train
 
 import train_gpt2
@@ -287,11 +287,49 @@ def test_compressed_text_counts_uncompressed(tmp_path):
     assert measure_text(str(tmp_path / "texts")).bytes == pytest.approx(len(numbers) + len(text.encode()), rel=0.01)
 
 
+def test_a_text_whose_first_document_is_longer_than_what_is_read_of_it_counts_by_its_size(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a word " * 200_000}) + "\n" + json.dumps({"text": "b"}))
+    assert measure_text(str(tmp_path / "a.jsonl")).bytes == pytest.approx(1.4e6, rel=0.01)
+    assert (
+        measure_text(str(tmp_path / "a.jsonl"), "story").bytes > 0
+    )  # who reads the file says that there is no such field
+
+
+def test_the_largest_file_tells_how_long_the_tokens_are(tmp_path):
+    (tmp_path / "a.txt").write_text("xyz " * 2000)
+    (tmp_path / "b.txt").write_text("ab" * 20_000)
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "xyz " * 3000}))
+    known = train_bpe(["ab" * 999], 300)
+    tokens = len(known.encode("ab" * 20_000))
+    assert measure_text(str(tmp_path), known=known).bytes_per_token == pytest.approx(40_000 / tokens, rel=0.01)
+
+
+@needs_gpt2_vocabulary
+def test_gpt2s_tokens_of_a_text_are_counted(tmp_path):
+    text = "Ein längerer Satz auf Deutsch, mit Übermut geschrieben. " * 300
+    (tmp_path / "a.txt").write_text(text)
+    tokens = len(get_tokenizer("gpt2").encode(text))
+    estimate = measure_text(str(tmp_path / "a.txt"), tokenizer="gpt2")
+    assert estimate.bytes_per_token == pytest.approx(len(text.encode()) / tokens, rel=0.01)
+
+
+def test_fine_tuning_makes_three_passes_in_any_language(tmp_path):
+    """With the tokens of the model, not of English."""
+    text = "".join(f"число {number}, " for number in range(30_000))
+    (tmp_path / "text.txt").write_text(text)
+    known = train_bpe([text], 400)
+    GPT(GPTConfig(block_size=8, vocab_size=400, n_layer=1, n_head=1, n_embd=32)).save_pretrained(tmp_path / "model")
+    known.save_pretrained(tmp_path / "model", 8)
+    config, _ = configure(["--text", str(tmp_path / "text.txt"), "--init-from", str(tmp_path / "model")])
+    expected = 3 * 0.9 * len(known.encode(text))
+    assert config.total_batch_size * config.max_steps == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes", "known"])
 def test_texts_in_other_languages_have_other_tokens(tmp_path, tokenizer):
     """The tokens of the shards are the reference. English has 2 bytes per token of such a small vocabulary."""
     words = ["".join(chr(0x430 + i) for i in word) for word in np.random.default_rng(0).integers(32, size=(300, 6))]
-    text = " ".join(np.random.default_rng(1).choice(words, size=20_000))
+    text = " ".join(np.random.default_rng(1).choice(words, size=90_000))  # 630,000 letters: 1,024 tokens, not 2,048
     (tmp_path / "text.txt").write_text(text)
     known = train_bpe([text[:9000]], 400) if tokenizer == "known" else None
     if known:

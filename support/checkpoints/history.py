@@ -106,8 +106,7 @@ def describe_end(step: int, error: BaseException | None) -> dict[str, Any]:
 def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     """Appends lines to `starts.jsonl`, but starts only if it lacks them, and waits until they are on the disk.
 
-    Starts that were read become the same lines again. A list of shards, which may be long, gets a line of its own before
-    the first start with it.
+    A list of shards, which may be long, gets a line of its own before the first start with it.
 
     Raises:
         OSError: they could not be written.
@@ -116,10 +115,11 @@ def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     path = folder / FILE
     before = path.read_bytes() if path.exists() else b""
     added = b"" if before.endswith(b"\n") or not before else b"\n"  # cut off by a kill or a full disk
+    present = {json.dumps(_without_end(start)) for start in read_starts(folder)}
     for line in lines:
-        for part in _divide(line):
+        for part in _divide(line) if json.dumps(_without_end(line)) not in present else ():
             text = json.dumps(part).encode() + b"\n"
-            if "end" in line or text not in before + added:
+            if "shards" not in part or text not in before + added:
                 added += text
     with open(path, "ab") as file:
         file.write(added)
@@ -158,10 +158,14 @@ def _divide(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for shards in lists.values():
         yield {"shards": shards}
     keys = {split: _key_of(shards) for split, shards in lists.items()}
-    own = {name: value for name, value in line.items() if name != "ended"}
+    own = _without_end(line)
     yield {**own, "data": line["data"] | keys} if keys else own
     if "ended" in line:
         yield line["ended"]
+
+
+def _without_end(start: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in start.items() if name != "ended"}
 
 
 def _key_of(shards: list[Any]) -> str:
@@ -180,8 +184,8 @@ def starts_in_log(starts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mapping[str, Any]]) -> dict[int, T]:
     """Returns the values in a log that are comparable with those of the last start that measures such values, by step.
 
-    Others were measured on other data, or are from a parent whose steps had another size (see `RunInfo.comparable`); also if
-    a fork itself does not measure such values.
+    Others were measured on other data, or are from a parent whose steps had another size (see `RunInfo.comparable`), even if
+    the fork measures no such values.
 
     Args:
         name: "train", "val" or "hella".

@@ -22,7 +22,7 @@ ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"  # a folder in a check
 TARGET_MODULES = ["c_attn", "c_proj"]  # both matrices of the attention, and the second one of the MLP
 
 
-def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, checkpoint: Path | None) -> None:
+def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, checkpoint: Path | None = None) -> None:
     """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or a checkpoint's.
 
     Raises:

@@ -54,8 +54,9 @@ class Start:
         start = replace(_start(dict(cli_flags), tables["recipe"]["fast"], dist, planned), tables=tables)
         for name, table in tables.items():
             start.layers[flag_name(name)] = table[start.merged_flags().get(name, TRAIN_FLAGS[name].default)]
-        if not start.resumed and (minutes := start.merged_flags().get("minutes")):
-            why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
+        if minutes := start.merged_flags().get("minutes"):
+            instead = "" if start.resumed else ", or use --max-steps instead"
+            why = f"counts steps, but this run has --minutes {minutes:g}. Leave it out{instead}."
             if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
                 raise UserError(*(f"{flag} {why}" for flag in counted))
         if start.checkpoint and not planned:
@@ -83,8 +84,10 @@ class Start:
 
     def known_tokenizer(self, config: TrainConfig) -> Tokenizer | None:
         """Returns the tokenizer of the model that training starts from, or of the shards; None if there is none yet."""
-        model = self.first_model(config)
-        return find_tokenizer(model) if model else None if config.is_demo_or_text else find_tokenizer(Path(config.data))
+        if model := self.first_model(config):
+            return find_tokenizer(model)
+        has_shards = not config.is_demo_or_text and shards.shard_paths(config.data, "train")
+        return shards.read_tokenizer(config.data) if has_shards else None
 
     def needs_measurement(self, config: TrainConfig) -> bool:
         """Returns whether --minutes is new to the run: a resumed run, or a fork of a timed run, has been measured."""
@@ -165,7 +168,7 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
             brought["tokenizer"] = known.name
         layers["--init-from"] = brought
     if "text" in cli_flags:
-        layers["--text"] = presets.text_flags(merge(layers), recipe, known)
+        layers["--text"] = dist.once(lambda: presets.text_flags(merge(layers), recipe, known))
     elif cli_flags.get("demo"):
         layers["--demo"] = presets.demo_flags(merge(layers), recipe)
         if not resume:

@@ -261,8 +261,9 @@ def compares_per_byte(runs: Sequence[Run]) -> bool:
     data = [run.start["data"] for run in runs]
     if all("tokenizer_sha256" in of_run for of_run in data):
         return len({of_run["tokenizer_sha256"] for of_run in data}) > 1
-    # The starts of older versions do not identify a trained tokenizer, but losses per byte are comparable either way.
-    return len({(x["tokenizer"], x["tokenizer"] == "bpe" and x["bytes_per_token"]) for x in data}) > 1
+    # the starts of older versions do not identify a trained tokenizer, but losses per byte are comparable either way
+    names, lengths = {of_run["tokenizer"] for of_run in data}, {of_run["bytes_per_token"] for of_run in data}
+    return len(names) > 1 or names == {"bpe"} and len(lengths) > 1
 
 
 def save(figure: Figure, path: Path, unique: bool = False) -> None:
@@ -309,9 +310,8 @@ def _draw_validation(
 def _draw_others(axes: Axes, train: Curve, val: Curve, label: str | None = None) -> None:
     """Draws losses that are not comparable with the run's own, in grey, if there are any."""
     if len(train[0]) or len(val[0]):
-        axes.plot(
-            train[0], smooth(train[1]), color=NOT_COMPARABLE, label=label, zorder=1
-        )  # below the curves of other runs
+        # below the curves of other runs
+        axes.plot(train[0], smooth(train[1]), color=NOT_COMPARABLE, label=label, zorder=1)
         _draw_validation(axes, *val, NOT_COMPARABLE, zorder=1)
 
 

@@ -68,9 +68,8 @@ class RunLogger:
         with dist.failing_together():
             self._trackers = Trackers(start_trackers(run.config, self.first_step) if dist.rank == 0 else [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
-        self._starts = list[
-            dict[str, Any]
-        ]()  # in starts.jsonl: the run's so far or, in a fork, its parent's; and this one
+        # in starts.jsonl: the run's so far or, in a fork, its parent's; and this one
+        self._starts = list[dict[str, Any]]()
         self.log, self.evaluations = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
             self._continue_files(folder, dist)

@@ -230,6 +230,8 @@ def _read_beginning(path: Path, text_field: str) -> tuple[str, float]:
             record = json.loads(line)
             texts.append(record.get(text_field) if isinstance(record, dict) else None)
     text = "".join(filter(lambda text: isinstance(text, str), texts))
+    if not text:  # in a first line that is longer, or in another field
+        return "", ratio
     return text, ratio * len(text.encode(errors="replace")) / max(1, len(lines))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ FEW_STEPS = 100
 
 def flags_for_minutes(
     config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed, new_model: NewModel,
-    known: Tokenizer | None = None,
+    find_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the flags that --minutes sets on this machine unless the user does, the same on all ranks.
 
@@ -48,12 +49,12 @@ def flags_for_minutes(
     Args:
         recipe: the numbers of --recipe fast.
         new_model: makes a model of a configuration's sizes, with a vocabulary of this size.
-        known: the tokenizer, if it exists already.
+        find_tokenizer: returns the tokenizer, if it exists already.
 
     Raises:
         UserError: there is not even time for one step.
     """
-    run = _TimedRun(config, cli_flags, recipe, dist, new_model, known)
+    run = _TimedRun(config, cli_flags, recipe, dist, new_model, find_tokenizer)
     startup.show("measuring how fast this machine trains ...")
     chosen = dist.once(run.choose_flags)
     startup.show("")
@@ -65,24 +66,36 @@ class _TimedRun:
 
     def __init__(
         self, config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed,
-        new_model: NewModel, known: Tokenizer | None,
+        new_model: NewModel, find_tokenizer: Callable[[], Tokenizer | None],
     ) -> None:  # fmt: skip
         self.config, self.cli_flags, self.recipe, self.dist, self.new_model = config, cli_flags, recipe, dist, new_model
-        self.known = known
+        self.find_tokenizer = find_tokenizer
         self.minutes = config.minutes or 0.0
         self.machine = Machine.find(config, dist.device, dist.world_size)
         self.tokenizer = presets.tokenizer_name(config)
-        self.text = presets.measure_text(config.text, config.text_field, self.tokenizer, known)
-        self.train_tokens = self.text.train_tokens  # in a pass over the data
 
         is_pretrained = config.init_from is not None
         self.from_scratch = config.is_demo_or_text and not (is_pretrained or config.fork)
         self.fine_tunes = config.is_demo_or_text and is_pretrained and config.fork is None
-        self.limits_passes = config.is_demo_or_text and not is_pretrained
+        self.limits_passes = config.is_demo_or_text
         self.chooses_step = self.from_scratch and config.recipe == "fast"
         self.chooses_model = self.chooses_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
         # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
         self.chooses_rows = self.chooses_step and dist.device.type == "cuda"
+
+    @functools.cached_property
+    def known(self) -> Tokenizer | None:
+        """The tokenizer, if it exists already."""
+        return self.find_tokenizer()
+
+    @functools.cached_property
+    def text(self) -> presets.TextSize:
+        return presets.measure_text(self.config.text, self.config.text_field, self.tokenizer, self.known)
+
+    @property
+    def train_tokens(self) -> float:
+        """The tokens of a pass over the data."""
+        return self.text.train_tokens
 
     def choose_flags(self) -> dict[str, Any]:
         """Returns the flags that suit this machine and the time, whatever the command line says."""
@@ -205,12 +218,16 @@ def _tokens_per_second(
         sizes = memory.Sizes.of(new_model(config, vocab_size))
     layout = memory.Layout.of(config, dtype, world_size=1, compiled=False)
     needed = partial(memory.bytes_needed, sizes, layout, device)
-    B = memory.largest_micro_batch(most, most, needed, devices.free_and_total_memory(device)[0])
+    # most models are measured without an optimizer, whose state may have room only on several GPUs
+    available = devices.free_and_total_memory(device)[0] + memory.optimizer_bytes(sizes, layout.optimizer)
+    B = memory.largest_micro_batch(most, most, needed, available)
     if B == 0:
         return 0.0
     if device.type != "cuda":  # a row of a large model is as fast per token as several
         B = max(1, min(B, int(MEASURED_FLOPS / (6 * sizes.parameters * T))))
     model: Any = new_model(config, vocab_size).to(device)
+    if config.recompute:
+        memory.recompute_activations(model.transformer.h)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
     optimizer = None
 

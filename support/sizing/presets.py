@@ -311,8 +311,10 @@ def tokenizer_name(config: TrainConfig) -> str:
 def vocab_size_for(config: TrainConfig, text: TextSize, known: Tokenizer | None = None) -> int:
     """Returns the vocabulary size of a run whose shards are not made yet; `known` is its tokenizer, if that exists already."""
     tokenizer = tokenizer_name(config)
-    if known or tokenizer != "bpe":
-        return known.vocab_size if known else VOCAB_SIZES[tokenizer]
+    if known:
+        return known.vocab_size
+    if tokenizer != "bpe":
+        return VOCAB_SIZES[tokenizer]
     return DEMO_VOCAB_SIZE if config.text is None else min(text.vocab_size, largest_vocab_size(config))
 
 
