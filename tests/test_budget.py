@@ -12,9 +12,11 @@ from training import ONE_PROCESS, config_of, config_with, configure
 from support.cli import UserError, flag_name, parse_flags
 from support.config import TrainConfig
 from support.data.bpe import train_bpe
+from support.data.make_shards import make_shards
+from support.data.text_files import Documents
 from support.runtime import cuda_graphs, devices, memory
 from support.sizing import budget, presets
-from train_gpt2 import GPT, RECIPES, GPTConfig, new_model
+from train_gpt2 import GPT, RECIPES, GPTConfig, main, new_model
 
 
 def set_size(monkeypatch, text_bytes):
@@ -154,6 +156,21 @@ def test_the_model_that_is_measured_has_the_vocabulary_and_the_tokens_of_one_tha
     tokens = len(known.encode("ab" * 50_000))
     assert measured == [known.vocab_size] and run.train_tokens == pytest.approx(0.9 * tokens, rel=0.01)
     assert tokens < 20_000  # by the size of the text, they would be 50,000
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_run_on_shards_is_measured_with_their_vocabulary(monkeypatch, tmp_path, tokenizer):
+    manifest = make_shards(
+        Documents("numbers", map(str, range(9000))), tmp_path / "shards", tokenizer=tokenizer, vocab_size=300
+    )
+    (tmp_path / "shards/tokenizer.json").unlink() if tokenizer == "bytes" else None  # as earlier versions wrote them
+
+    def measure(config, most, dtype, vocab_size, *_):
+        raise UserError(f"measured with {vocab_size} tokens.")
+
+    monkeypatch.setattr(budget, "_tokens_per_second", measure)
+    with pytest.raises(UserError, match=f"measured with {manifest['vocab_size']} tokens"):
+        main(["--data", str(tmp_path / "shards"), "--minutes", "1", "--out", str(tmp_path / "out"), "--device", "cpu"])
 
 
 @pytest.mark.parametrize("flags", [{"lora_rank": 4}, {"recompute": True}])

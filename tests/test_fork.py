@@ -382,6 +382,9 @@ def test_what_is_left_for_a_fork_of_a_timed_run(runs, tmp_path):
             configure([*fork, *flags])
     configure([*fork, "--max-passes", 0])  # seconds of its minute are left
     configure([*fork, "--minutes", 2, "--text", tmp_path / "text.txt"])
+    for name in ("--max-steps", "--warmup-steps", "--decay-steps"):  # not ignored by a resume either
+        with pytest.raises(UserError, match=f"{name} counts steps, but this run has --minutes 1. Leave it out.$"):
+            configure(["--resume", "--out", tmp_path / "run", name, 9])
 
 
 @pytest.mark.parametrize("minutes", [None, 0.5])

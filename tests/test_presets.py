@@ -298,7 +298,7 @@ def test_a_text_whose_first_document_is_longer_than_what_is_read_of_it_counts_by
 def test_the_largest_file_tells_how_long_the_tokens_are(tmp_path):
     (tmp_path / "a.txt").write_text("xyz " * 2000)
     (tmp_path / "b.txt").write_text("ab" * 20_000)
-    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "xyz " * 3000}))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "xyz " * 3000}))
     known = train_bpe(["ab" * 999], 300)
     tokens = len(known.encode("ab" * 20_000))
     assert measure_text(str(tmp_path), known=known).bytes_per_token == pytest.approx(40_000 / tokens, rel=0.01)
