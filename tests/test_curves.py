@@ -178,6 +178,24 @@ def test_the_tokenizer_decides_and_not_how_long_the_validated_tokens_are(tmp_pat
     assert curves.compares_per_byte(runs) == per_byte
 
 
+def test_a_curve_has_a_gap_where_the_values_are_not_comparable(tmp_path):
+    """In a fork of a fork that returns to the first one's step size."""
+    losses = [9.0 - step for step in range(6)]
+    folder = write_run(tmp_path / "run", losses, {step: loss for step, loss in enumerate(losses)}, tokens_per_step=1000)
+    for first_step, tokens_per_step in ((2, 2000), (4, 1000)):
+        start = json.loads((folder / "starts.jsonl").read_text().splitlines()[0])
+        start |= {"first_step": first_step, "tokens_per_step": tokens_per_step}
+        with open(folder / "starts.jsonl", "a") as file:
+            file.write(json.dumps(start) + "\n")
+    run = read_run(folder)
+    for axes in (draw_runs(["run"], [run]).axes[0], draw_run(run).axes[0]):
+        own = [line for line in axes.get_lines() if line.get_color() != curves.NOT_COMPARABLE]
+        for line in own:
+            y = [*line.get_ydata()]
+            gap = [i for i, value in enumerate(y) if math.isnan(value)]
+            assert len(gap) == 1 and [*line.get_xdata()][gap[0] - 1 : gap[0] + 2 : 2] == [1, 4]
+
+
 def test_the_curve_of_a_parent_is_not_hidden_by_its_forks(tmp_path):
     """There it is grey, because its steps were smaller."""
     parent = write_run(tmp_path / "parent", [8.0, 6.0], {0: 8.0, 1: 7.0, 2: 6.0})

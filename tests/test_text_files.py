@@ -188,6 +188,15 @@ def test_a_bad_line_is_named_in_any_part(tmp_path, monkeypatch, line, part_bytes
             documents_of(corpus)
 
 
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst"])
+def test_a_compressed_file_without_a_byte_is_an_error(tmp_path, name):
+    """As a failed download leaves it; a compressed empty file has 20 bytes."""
+    (tmp_path / name).touch()
+    corpus = TextFiles([tmp_path / name])
+    with pytest.raises(UserError, match=f"{name} is empty, which no compressed file is. Get it again."):
+        list(corpus.read(corpus.parts()[0]))
+
+
 def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch):
     texts = [f"{i} " * 500 for i in range(40)]
     path = tmp_path / "a.parquet"

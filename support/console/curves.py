@@ -212,8 +212,8 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         lines = []
         for i, (train, val, other_train, other_val) in enumerate(losses):
             color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
-            axes.plot(*train, color=color, linewidth=1, alpha=0.5)
-            lines.extend(_draw_validation(axes, *val, color))
+            axes.plot(*_with_gaps(train, other_train), color=color, linewidth=1, alpha=0.5)
+            lines.extend(_draw_validation(axes, *_with_gaps(val, other_val), color))
             _draw_others(axes, other_train, other_val)
         _style(axes, axis, end)
         axes.set_xlim(left=start)
@@ -285,10 +285,12 @@ def _new_figure(title: str) -> Figure:
 def _draw_loss(axes: Axes, run: Run) -> None:
     ((x, y), other_train), (val, other_val) = _curves(run, "train"), _curves(run, "val")
     curves, losses = [(x, y), val], run.comparable("val")
-    axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
-    axes.plot(x, smooth(y), color="C0", label="train, smoothed")
+    axes.plot(*_with_gaps((x, y), other_train), color="C0", linewidth=0.7, alpha=0.3, label="train")
+    axes.plot(*_with_gaps((x, smooth(y)), other_train), color="C0", label="train, smoothed")
     if (best := argmin_loss(losses)) is not None:
-        _draw_validation(axes, *val, "C1", f"validation: best {losses[best]:.4f}, at step {best:,}")
+        _draw_validation(
+            axes, *_with_gaps(val, other_val), "C1", f"validation: best {losses[best]:.4f}, at step {best:,}"
+        )
     _draw_others(axes, other_train, other_val, "before: on other data, or in steps of another size")
     if has_fineweb_edu(run.start) and run.flags.get("block_size", 0) >= 1024:  # a shorter context has a higher loss
         axes.axhline(OPENAI_LOSS, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 124M: {OPENAI_LOSS}")
@@ -338,6 +340,14 @@ def _curves(run: Run, name: str, axis: str = "steps", per_byte: bool = False) ->
     own = run.comparable(name)
     others = {step: value for step, value in getattr(run, name).items() if step not in own}
     return _curve(run, own, axis, per_byte), _curve(run, others, axis, per_byte)
+
+
+def _with_gaps(curve: Curve, others: Curve) -> Curve:
+    """Returns a curve that is interrupted where there are values that are not comparable with its own."""
+    x, y = curve
+    gaps = np.unique(np.searchsorted(x, others[0]))
+    gaps = gaps[(gaps > 0) & (gaps < len(x))]
+    return np.insert(x.astype(float), gaps, np.nan), np.insert(y, gaps, np.nan)
 
 
 def _curve(run: Run, values: Mapping[int, float], axis: str = "steps", per_byte: bool = False) -> Curve:

@@ -433,6 +433,9 @@ def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
         if codec := compression(path):
             import pyarrow
 
+            if not file.read(1):  # pyarrow reads no text from it
+                raise UserError(f"{path} is empty, which no compressed file is. Get it again.")
+            file.seek(0)
             stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file), codec)
             reader = io.BufferedReader(stream, READ_SIZE)
         else:
