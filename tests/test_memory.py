@@ -15,7 +15,7 @@ from helpers import TINY_SIZES
 from torch.utils._pytree import tree_leaves
 from training import config_with, saved_bytes, trained
 
-from support.checkpoints import huggingface, lora
+from support.checkpoints import huggingface
 from support.checkpoints.state import copy_to_host
 from support.cli import UserError
 from support.runtime import devices, fsdp, memory
@@ -31,8 +31,6 @@ SMALL = config_with(
 def model_of(config, vocab_size=257):
     """Returns the model that train() makes; LoRA's without pretrained weights."""
     model = new_model(config, vocab_size)
-    if config.lora_rank:
-        lora.add_adapter(model, config.lora_rank, 16.0, 0, None)
     memory.recompute_activations(model.transformer.h if config.recompute else [])
     return model
 
