@@ -13,6 +13,7 @@ from support.cli import UserError, flag_name, parse_flags
 from support.config import TrainConfig
 from support.data.bpe import train_bpe
 from support.data.make_shards import make_shards
+from support.data.shards import read_manifest
 from support.data.text_files import Documents
 from support.runtime import cuda_graphs, devices, memory
 from support.sizing import budget, presets
@@ -156,6 +157,20 @@ def test_the_model_that_is_measured_has_the_vocabulary_and_the_tokens_of_one_tha
     tokens = len(known.encode("ab" * 50_000))
     assert measured == [known.vocab_size] and run.train_tokens == pytest.approx(0.9 * tokens, rel=0.01)
     assert tokens < 20_000  # by the size of the text, they would be 50,000
+
+
+@pytest.mark.parametrize(
+    "passes, flags, noted",
+    [(21, {}, True), (19, {}, False), (49, {"dropout": 0.1}, False), (21, {"max_passes": 3.0}, False)],
+)
+def test_time_for_many_passes_over_shards_is_noted(byte_shards, monkeypatch, capsys, passes, flags, noted):
+    tokens = sum(entry["tokens"] for entry in read_manifest(byte_shards)["shards"] if entry["split"] == "train")
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: passes * tokens / 60)
+    config = config_with(total_batch_size=1024)
+    flags_for_minutes(replace(config, data=str(byte_shards), minutes=1.0, **flags), {})
+    assert (
+        f"there is time to read the data {passes} times, but more than 10 passes" in capsys.readouterr().out
+    ) == noted
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -15,6 +15,7 @@ from torch import nn
 from support import startup
 from support.cli import UserError
 from support.config import TrainConfig
+from support.data import shards
 from support.data.tokenizer import Tokenizer
 from support.runtime import batch_size, cuda_graphs, devices, memory
 from support.runtime.distributed import Distributed
@@ -94,8 +95,11 @@ class _TimedRun:
 
     @property
     def train_tokens(self) -> float:
-        """The tokens of a pass over the data."""
-        return self.text.train_tokens
+        """The tokens of a pass over the data: of the text, or of the shards; infinite if there are none."""
+        if self.config.is_demo_or_text:
+            return self.text.train_tokens
+        paths = shards.shard_paths(self.config.data, "train")
+        return sum(path.stat().st_size for path in paths) / shards.TOKEN.itemsize or math.inf
 
     def choose_flags(self) -> dict[str, Any]:
         """Returns the flags that suit this machine and the time, whatever the command line says."""
@@ -198,6 +202,12 @@ class _TimedRun:
             self.dist.print0(
                 f"note    there is time to read the data {passes:,.0f} times. The run ends after {most_passes:g}: more would\n"
                 "        only memorize it"
+            )
+        worthwhile = presets.most_passes(self.config.dropout)
+        if not self.config.is_demo_or_text and not self.config.max_passes and passes > 2 * worthwhile:
+            self.dist.print0(
+                f"note    there is time to read the data {passes:,.0f} times, but more than {worthwhile} passes only memorize it. Use\n"
+                f"        --max-passes {worthwhile}, or fewer --minutes"
             )
 
 
