@@ -342,6 +342,10 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     before = shard.read_bytes()
     shard.unlink()
     assert resumed(tmp_path / "elsewhere" / "moved").step == 2 and shard.read_bytes() == before
+    shard.unlink()
+    Path("book.txt").write_text("Another text. " * 999)
+    with pytest.raises(UserError, match="data lacks a shard, and book.txt is not the text that it was made from. Put"):
+        resumed(tmp_path / "elsewhere" / "moved")
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 

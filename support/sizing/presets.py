@@ -345,7 +345,7 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bo
         model: the folder of the model that is trained on; it brings its tokenizer. None: a new model.
 
     Raises:
-        UserError: no shards can be made.
+        UserError: no shards can be made, or the text of those that are lost has changed.
     """
     if shards.is_complete(config.data) and (config.text is None or keep_existing):
         return
@@ -366,7 +366,11 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bo
     startup.show("making token shards ...")
     try:
         make()
-    except OtherShardsError:
+    except OtherShardsError as error:
+        if keep_existing:
+            raise UserError(
+                f"{config.data} lacks a shard, and {config.text} is not the text that it was made from. Put that text back."
+            ) from error
         if not may_replace:
             raise
         print_lines(f"note    the shards in {config.data} are of another text. They are replaced.")
