@@ -307,6 +307,14 @@ def test_a_compressed_copy_of_a_file_is_skipped(tmp_path, monkeypatch):
     assert said[0] == "skipped 3 files, such as a.txt.gz (compressed copies of other files)"
 
 
+def test_compressed_files_are_told_apart_by_the_names_of_their_links(tmp_path):
+    (tmp_path / "in").mkdir()
+    for number, name in enumerate("bc"):
+        (tmp_path / f"part.{number}").write_bytes(gzip.compress(name.encode()))
+        (tmp_path / "in" / f"{name}.txt.gz").symlink_to(tmp_path / f"part.{number}")
+    assert [path.name for path in find_input([str(tmp_path / "in")])] == ["b.txt.gz", "c.txt.gz"]
+
+
 def test_a_folder_that_is_reached_twice_has_its_own_name(tmp_path):
     """Whatever the order in which the disk lists them, or two disks would give a text in two orders."""
     for year in ("2023", "2024", "2025"):

@@ -125,8 +125,8 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         skipped.update(dict.fromkeys(of_programs.values()))
         unique = {real: path for real, path in unique.items() if real not in of_programs}
     texts: dict[str, Path] = {}  # by the path without .gz or .zst
-    for real, path in sorted(unique.items(), key=lambda item: compression(item[1]) is not None):
-        texts.setdefault(os.path.splitext(real)[0] if compression(path) else real, path)
+    for path in sorted(unique.values(), key=lambda path: compression(path) is not None):
+        texts.setdefault(os.path.abspath(path.with_suffix("") if compression(path) else path), path)
     copies = set(unique.values()).difference(texts.values())
     unique = {real: path for real, path in unique.items() if path not in copies}
     problems = list(filter(None, map(_problem_of, unique.values())))

@@ -199,9 +199,9 @@ class _TimedRun:
                 "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
         if self.config.is_demo_or_text and 0 < most_passes < passes:
+            why = "that is --max-passes" if "max_passes" in self.cli_flags else "more would\n        only memorize it"
             self.dist.print0(
-                f"note    there is time to read the data {passes:,.0f} times. The run ends after {most_passes:g}: more would\n"
-                "        only memorize it"
+                f"note    there is time to read the data {passes:,.0f} times. The run ends after {most_passes:g}: {why}"
             )
         worthwhile = presets.most_passes(self.config.dropout)
         if not self.config.is_demo_or_text and not self.config.max_passes and passes > 2 * worthwhile:
