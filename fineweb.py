@@ -215,6 +215,11 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
     if args.input:
         paths = find_input(args.input, lambda note: print_lines(f"note: {note}"))
         check_separator(separator, paths)
+        folder = output.resolve()
+        is_below = any(Path(given).is_dir() and Path(given).resolve() in folder.parents for given in args.input)
+        inside = [path for path in paths if is_below and path.resolve().parent.is_relative_to(folder)]
+        if inside:  # once the folder has shards, its texts would be skipped
+            raise UserError(f"{output} has texts of --input, such as {inside[0]}. Use another --output.")
         return TextFiles(paths, args.text_field, separator)
     name = args.dataset or FINEWEB_EDU
     if os.path.exists(name):

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +39,20 @@ def test_files_of_every_kind_are_one_corpus(tmp_path):
         "_val_000000.npy",
         *(f"_train_{i:06d}.npy" for i in range(1, 5)),
     }
+
+
+def test_shards_are_not_written_among_texts_that_a_second_command_would_skip(tmp_path, monkeypatch):
+    """It skips them in any folder of shards below the one that it reads; files that are named are read again."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts/books").mkdir(parents=True)
+    for name in ("texts/b.txt", "texts/books/a.txt"):
+        Path(name).write_text(name)
+    with pytest.raises(UserError, match="texts/books has texts of --input, such as texts/books/a.txt. Use another"):
+        fineweb.main(["--input", "texts", "--output", "texts/books", "--tokenizer", "bytes"])
+    assert sorted(os.listdir("texts/books")) == ["a.txt"]
+    for source, output in (("texts", "texts/shards"), ("texts/books", "texts/books"), ("texts/b.txt", "texts")):
+        for _ in range(2):
+            fineweb.main(["--input", source, "--output", output, "--tokenizer", "bytes"])
 
 
 def test_a_separator_is_named_on_the_command_line(tmp_path, monkeypatch):
