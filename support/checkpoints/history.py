@@ -117,7 +117,9 @@ def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
     added = b"" if before.endswith(b"\n") or not before else b"\n"  # cut off by a kill or a full disk
     present = {json.dumps(_without_end(start)) for start in read_starts(folder)}
     for line in lines:
-        for part in _divide(line) if json.dumps(_without_end(line)) not in present else ():
+        if json.dumps(_without_end(line)) in present:
+            continue
+        for part in _divide(line):
             text = json.dumps(part).encode() + b"\n"
             if "shards" not in part or text not in before + added:
                 added += text

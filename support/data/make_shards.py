@@ -352,9 +352,11 @@ def _write_all(
         if writing:
             writing.result()
     folder.finish()
-    sizes = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}
-    share = sizes.get(shard_name(corpus.prefix, "val", 0), 0) / sum(sizes.values())
-    if in_order and share > LARGE_VAL_FRACTION:
+    total, held_out = (
+        sum(entry["tokens"] for entry in manifest["shards"] if entry["split"] in splits)
+        for splits in (("train", "val"), ("val",))
+    )
+    if in_order and (share := held_out / total) > LARGE_VAL_FRACTION:
         folder.report(
             f"note: the validation shard has {share:.0%} of the tokens. To train on more of them, use --val-fraction {VAL_FRACTION}."
         )

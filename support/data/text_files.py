@@ -194,7 +194,8 @@ def estimate_text_bytes(path: Path, text_field: str) -> int:
 def estimate_text(paths: Sequence[Path], text_field: str) -> tuple[float, str]:
     """Estimates the bytes of text in files better than `estimate_text_bytes`; returns them and the beginning of the text.
 
-    Of the largest file of each type, it reads the beginning, to see how far a megabyte of it is text.
+    Of the largest file of each type, it reads the beginning, to see how far a megabyte of it is text. (Parts are cut by the
+    other estimate, which needs only sizes.)
     """
     sizes = {path: estimate_text_bytes(path, text_field) for path in paths}
     of_type: dict[tuple[str | None, str | None], list[Path]] = {}
