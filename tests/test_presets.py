@@ -287,6 +287,13 @@ def test_compressed_text_counts_uncompressed(tmp_path):
     assert measure_text(str(tmp_path / "texts")).bytes == pytest.approx(len(numbers) + len(text.encode()), rel=0.01)
 
 
+@pytest.mark.parametrize("flags", [[], ["--minutes", "1"], ["--plan"]])
+def test_an_empty_text_is_an_error(tmp_path, flags):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(UserError, match=r"there is no text in .*a\.txt\. Use another file"):
+        train_gpt2.main(["--text", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *flags])
+
+
 def test_a_text_whose_first_document_is_longer_than_what_is_read_of_it_counts_by_its_size(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a word " * 200_000}) + "\n" + json.dumps({"text": "b"}))
     assert measure_text(str(tmp_path / "a.jsonl")).bytes == pytest.approx(1.4e6, rel=0.01)

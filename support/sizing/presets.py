@@ -92,6 +92,8 @@ def measure_text(
     if text is None:
         return TextSize(DEMO_TEXT_BYTES, DEMO_TEXT_BYTES, "bpe", BYTES_PER_TOKEN["bpe"])
     size, beginning = estimate_text(find_input([text]), field)
+    if not size:
+        raise UserError(f"there is no text in {text}. Use another file or folder.")
     bytes_per_character = len(to_utf8(beginning)) / max(1, len(beginning)) or 1.0
     tokenizer = known.name if known else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
     estimated = TextSize(size, size / bytes_per_character, tokenizer, BYTES_PER_TOKEN[tokenizer])
