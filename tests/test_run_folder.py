@@ -215,6 +215,7 @@ def test_a_log_of_another_program_stays(byte_shards, tmp_path):
     for how in ([], ["--resume", "auto"]):
         with pytest.raises(UserError, match="log.txt is not the log of a run of this project"):
             trained(tmp_path, "--data", byte_shards, "--max-steps", 2, *how)
+        assert os.listdir(tmp_path) == ["log.txt"], "with a lock file, texts beside it would be skipped"
     assert (tmp_path / "log.txt").read_text() == "my notes\n"
 
 

@@ -62,7 +62,7 @@ def _lock(folder: Path, config: TrainConfig, checkpoint: Checkpoint | None, stac
 
 def _remove_unused(folder: Path, existing: Path) -> None:
     """Removes the lock, and the folders below `existing`, if no run has begun and they are empty."""
-    if has_run(folder):
+    if has_run(folder) and (read_starts(folder) or list_checkpoints(folder)):  # otherwise, log.txt is another program's
         return
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
         (folder / files.LOCK).unlink()
