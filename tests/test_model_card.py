@@ -128,12 +128,12 @@ def test_what_is_known_about_the_data_is_named():
     assert "**data**: token shards without a description\n" in card_of(source=None)[0]
 
 
-@pytest.mark.parametrize("name", ["someone/gpt2", "1e3", "on", "log/model_00004", "/x/mine", "../mine", "mine"])
+@pytest.mark.parametrize("name", ["someone/gpt2", "gpt2-xl", "gone", "log/model_00004", "/x/mine", "../mine", "mine"])
 def test_a_base_model_is_named_and_linked_if_it_is_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     text, data = card_of("--init-from", name)
-    on_hub = name in ("someone/gpt2", "1e3", "on")
+    on_hub = name in ("someone/gpt2", "gpt2-xl")
     assert data.get("base_model") == (name if on_hub else None)
     assert f"fine-tuned from `{name if on_hub else name.split('/')[-1]}`" in text
 

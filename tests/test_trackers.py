@@ -16,6 +16,7 @@ from training import NEW_RUN, ONE_PROCESS, config_of, resumed, train, trained
 from support.checkpoints import manager
 from support.cli import UserError
 from support.console.log import read_log
+from support.console.trackers import TensorBoard
 from support.runtime import clock
 from train_gpt2 import get_lr, main
 
@@ -114,6 +115,20 @@ def test_tensorboard_has_curves_samples_and_flags(byte_shards, tmp_path):
     assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("7 + 5")
     flags_shown = flags_of(events)
     assert flags_shown["max_lr"] == config.max_lr and flags_shown["optimizer"] == "adamw"
+
+
+def test_tensorboard_follows_a_run(byte_shards, tmp_path):
+    """Its reader in Python goes from one file of a folder to the next, and does not come back."""
+    tracker = TensorBoard(config_of("--data", byte_shards, "--out", tmp_path), 0)
+    tracker.log(0, {"loss": 4.0})
+    tracker.flush()
+    values, events = curves(tmp_path)
+    assert values == {"loss": {0: 4.0}}
+    tracker.log(1, {"loss": 2.0})
+    tracker.flush()
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 4.0), (1, 2.0)]
+    tracker.close(True)
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from support.config import TRAIN_FLAGS
 from support.data.hub import FINEWEB_PREFIXES
 from support.terminal import pluralize
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# without an owner, only these names: `mine` is a folder that was removed since the run began
+_HUB_NAME = re.compile(r"(gpt2(-medium|-large|-xl)?|distilgpt2|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 _CARD = """---
 # Choose a license, then remove the "# " from the next line.
 # license: mit

@@ -25,9 +25,6 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         folder, flags = Path(config.out) / "tensorboard", config.used_flags()
-        # purge_step hides what an earlier process wrote from this step on
-        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("flags", json.dumps(flags, indent=4), first_step)
         # The flags for the HPARAMS page have a file of their own, which replaces that of an earlier process: of several,
         # TensorBoard would show the first. SummaryWriter.add_hparams would also write which columns the page has, and
         # TensorBoard would take them from one run for all. Without that, it finds the flags and curves of all runs.
@@ -37,6 +34,10 @@ class TensorBoard:
         _, session_start, _ = hparams(shown, {})
         with SummaryWriter(str(folder), filename_suffix=HPARAMS) as writer:
             writer.file_writer.add_summary(session_start, first_step)
+        # begun after that file: of a folder's files, TensorBoard may follow only the newest
+        # purge_step hides what an earlier process wrote from this step on
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
+        self._writer.add_text("flags", json.dumps(flags, indent=4), first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
