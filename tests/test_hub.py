@@ -127,6 +127,12 @@ def test_the_next_file_is_downloaded_while_one_is_read(server, monkeypatch):
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
 
 
+def test_no_file_is_downloaded_in_advance_that_the_limit_leaves_out(server):
+    tokens_in_the_first = sum(len(text.encode()) + 1 for text in TEXTS[:100])
+    fineweb.main([*FLAGS, "--max-tokens", str(tokens_in_the_first + 10)])
+    assert [path for path, _ in server.requests] == [f"sample/10BT/{i:03d}_00000.parquet" for i in range(2)]
+
+
 def test_with_enough_tokens_nobody_waits_for_a_download(server):
     server.failures += [None, "stall", "stall"]
     fineweb.main([*FLAGS, "--max-tokens", "5000"])

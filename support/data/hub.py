@@ -54,7 +54,7 @@ def _request(request: Callable[[], T], failure: str, attempts: int = ATTEMPTS) -
             raise
         advice = "Check the network and run the same command again, or name files of your own with --input"
         if is_refused(error):
-            advice = "Check the data set's name, --name and --split"
+            advice = "Check the data set's name, --name, --split and --revision"
         raise UserError(f"{failure}: {hub_error_reason(error)}. {advice}.") from error
 
 
@@ -126,7 +126,7 @@ class HubFiles(Corpus):
         if others := sorted({"".join(Path(path).suffixes) for path in paths if not text_suffix(Path(path))}):
             names = ", ".join(f"'{name}'" for name in (self._repository, self._config) if name)
             raise UserError(
-                f"{self._repository} has {', '.join(others)} files, not {TEXT_TYPES}. Convert it, python -c \"import datasets; "
+                f'{self._repository} has {", ".join(others)} files, not {TEXT_TYPES}. Convert it, python -c "import datasets; '
                 f"datasets.load_dataset({names}, split='{self._split}').to_parquet('text.parquet')\", and use --input text.parquet."
             )
         check_separator(self._separator, map(Path, paths))
