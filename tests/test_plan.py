@@ -122,8 +122,9 @@ def test_what_comes_before_the_first_step(capsys, byte_shards, monkeypatch, tmp_
         "data     none in edu_fineweb10B yet. For FineWeb-Edu, fineweb.py downloads 28.5 GB, 4 minutes at 1 Gbit/s"
         in out
     )
-    for given in (["--demo"], ["--data", str(byte_shards), *TINY_MODEL_FLAGS, "--total-batch-size", "256"]):
-        main(["--plan", *given, "--no-compile"])
+    on_shards = ["--data", str(byte_shards), *TINY_MODEL_FLAGS, "--total-batch-size", "256"]
+    for given in (["--demo"], [*on_shards, "--no-compile"]):  # a run of two minutes is not compiled
+        main(["--plan", *given])
         out = printed(capsys)
         assert "to compile" not in out and "downloads" not in out
 

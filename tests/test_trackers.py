@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 import time
@@ -112,7 +113,7 @@ def test_tensorboard_has_curves_samples_and_flags(byte_shards, tmp_path):
     shown, events = curves(out)
     check_against_the_log(shown, out, config)
     [sample] = events.Tensors("sample/0/text_summary")
-    assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("7 + 5")
+    assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("    7 + 5")
     flags_shown = flags_of(events)
     assert flags_shown["max_lr"] == config.max_lr and flags_shown["optimizer"] == "adamw"
 
@@ -129,6 +130,19 @@ def test_tensorboard_follows_a_run(byte_shards, tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 4.0), (1, 2.0)]
     tracker.close(True)
+
+
+def test_tensorboard_shows_a_sample_as_it_is(byte_shards, tmp_path):
+    """Its page reads Markdown, where __init__ is bold and a single line break is a space."""
+    from tensorboard import plugin_util
+
+    sample = "def __init__(self):\n\n  *x*\n\n- 1. <b>\n"
+    tracker = TensorBoard(config_of("--data", byte_shards, "--out", tmp_path), 0)
+    tracker.log_samples(0, [sample])
+    tracker.close(True)
+    [shown] = curves(tmp_path)[1].Tensors("sample/0/text_summary")
+    page = plugin_util.markdown_to_safe_html(shown.tensor_proto.string_val[0])
+    assert page == f"<pre><code>{html.escape(sample)}</code></pre>"
 
 
 @pytest.mark.slow

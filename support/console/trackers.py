@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ class TensorBoard:
         # begun after that file: of a folder's files, TensorBoard may follow only the newest
         # purge_step hides what an earlier process wrote from this step on
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("flags", json.dumps(flags, indent=4), first_step)
+        self._add_text("flags", json.dumps(flags, indent=4), first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -45,13 +46,17 @@ class TensorBoard:
 
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         for i, text in enumerate(texts):
-            self._writer.add_text(f"sample/{i}", text, step)
+            self._add_text(f"sample/{i}", text, step)
 
     def flush(self) -> None:
         self._writer.flush()
 
     def close(self, succeeded: bool) -> None:
         self._writer.close()
+
+    def _add_text(self, name: str, text: str, step: int) -> None:
+        # TensorBoard shows Markdown: indented lines are code, and stay as they are
+        self._writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), step)
 
 
 class WeightsAndBiases:

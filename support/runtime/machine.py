@@ -37,8 +37,7 @@ class Machine:
         """
         on_gpu = device.type == "cuda"
         dtype = devices.pick_dtype(config.dtype, device)
-        compiles = on_gpu and (not config.is_demo_or_text or is_worth_compiling(config))
-        asks = compiles if config.compile is None else config.compile
+        asks = compiles_on_gpu(config) if on_gpu else bool(config.compile)
         reason = devices.why_not_compile(device) if asks else None
         rows = batch_size.rows_per_rank(config, world_size)
         return cls(
@@ -60,8 +59,10 @@ def hellaswag_interval(config: TrainConfig, on_gpu: bool) -> int | None:
     return None if config.minutes else 250
 
 
-def is_worth_compiling(config: TrainConfig) -> bool:
-    """Returns whether compiling takes only a small part of a run on a GPU."""
+def compiles_on_gpu(config: TrainConfig) -> bool:
+    """Returns --compile or, without it, whether a run on a GPU is compiled: all but short ones with --demo or --text."""
+    if config.compile is not None or not config.is_demo_or_text:
+        return config.compile is not False
     if config.minutes:
         seconds = 60 * config.minutes
     else:  # launching the kernels of a layer takes 4 ms, measured on an H100; large steps run at about 100 TFLOP/s

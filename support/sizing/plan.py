@@ -19,7 +19,7 @@ from support.data import shards
 from support.data.tokenizer import Tokenizer
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, devices, memory
-from support.runtime.machine import compile_seconds, hellaswag_interval
+from support.runtime.machine import compile_seconds, compiles_on_gpu, hellaswag_interval
 from support.runtime.memory import Layout, Sizes, TrainingMemory, count_published, training_memory
 from support.sizing import presets
 from support.sizing.budget import NewModel
@@ -238,7 +238,7 @@ def print_report(
         )
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
-    layout = Layout.of(config, devices.DTYPES[dtype], options.gpus, compiled=config.compile is not False)
+    layout = Layout.of(config, devices.DTYPES[dtype], options.gpus, compiled=compiles_on_gpu(config))
     plan = Plan(
         options, config, first_step, Sizes.of(model), count_published(model), model.flops_per_token(), tokenizer, validated_tokens,
         hellaswag_items, layout,
@@ -308,7 +308,7 @@ def report(plan: Plan) -> Iterator[str]:
     price = options.price
     cost = "" if price is None else f", {_range(least * price, most * price, ',.2f')} at {price:g} per GPU-hour"
     yield f"cost     {_range(least, most, ',.1f')} GPU-hours{cost}"
-    if config.compile is not False:
+    if plan.layout.compiled:
         yield f"start    {compile_seconds(sizes.n_layer):.0f} s to compile with 16 cores, less the next time"
     if not config.is_demo_or_text and not shards.shard_paths(config.data, "train"):
         yield (
