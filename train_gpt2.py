@@ -979,15 +979,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if plan_options.plan:
         data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
         first_step, items = start.checkpoint.step if start.checkpoint else 0, hellaswag.count_items(config)
-        known = start.known_tokenizer(config)
-        return plan.print_report(plan_options, config, new_model, data, known, items, first_step, dist.rank)
+        existing = start.existing_tokenizer(config)
+        return plan.print_report(plan_options, config, new_model, data, existing, items, first_step, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     exit_code: int | str | None = 0
     try:
         with run_folder.locked(config, start, dist), devices.report_errors():
             if start.needs_measurement(config):  # times models to find what suits the time
-                find_tokenizer = partial(start.known_tokenizer, config)
+                find_tokenizer = partial(start.existing_tokenizer, config)
                 measured = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model, find_tokenizer)
                 start = start.with_layer("--minutes", measured)
                 config = resolve(start)

@@ -82,7 +82,7 @@ class Start:
             return self.checkpoint.path
         return None if config.init_from is None else huggingface.find_model(config.init_from, verify=False)
 
-    def known_tokenizer(self, config: TrainConfig) -> Tokenizer | None:
+    def existing_tokenizer(self, config: TrainConfig) -> Tokenizer | None:
         """Returns the tokenizer of the model that training starts from, or of the shards; None if there is none yet."""
         if model := self.first_model(config):
             return find_tokenizer(model)
@@ -156,7 +156,7 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
         return _fork(cli_flags, Checkpoint.open(directory), dist)
-    start, known = Start(), None
+    start, existing = Start(), None
     layers = start.layers
     layers["command line"] = cli_flags
     if "init_from" in cli_flags:
@@ -164,11 +164,11 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
         sizes = huggingface.read_config(directory)
         brought = {name: sizes[name] for name in TRAIN_FLAGS.keys() & sizes.keys()}
         if planned or cli_flags.keys() & {"text", "tokenizer"}:
-            known = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer"))
-            brought["tokenizer"] = known.name
+            existing = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer"))
+            brought["tokenizer"] = existing.name
         layers["--init-from"] = brought
     if "text" in cli_flags:
-        layers["--text"] = dist.once(lambda: presets.text_flags(merge(layers), recipe, known))
+        layers["--text"] = dist.once(lambda: presets.text_flags(merge(layers), recipe, existing))
     elif cli_flags.get("demo"):
         layers["--demo"] = presets.demo_flags(merge(layers), recipe)
         if not resume:

@@ -85,13 +85,13 @@ class _TimedRun:
         self.chooses_rows = self.chooses_step and dist.device.type == "cuda"
 
     @functools.cached_property
-    def known(self) -> Tokenizer | None:
+    def existing_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, if it exists already."""
         return self.find_tokenizer()
 
     @functools.cached_property
     def text(self) -> presets.TextSize:
-        return presets.measure_text(self.config.text, self.config.text_field, self.tokenizer, self.known)
+        return presets.measure_text(self.config.text, self.config.text_field, self.tokenizer, self.existing_tokenizer)
 
     @property
     def train_tokens(self) -> float:
@@ -150,7 +150,7 @@ class _TimedRun:
     def tokens_in_time(self, model: dict[str, int]) -> float:
         """Measures how many tokens a model can train on in time; `model` has its flags that differ from the run's."""
         config = TrainConfig(**self.config.to_dict() | model)
-        vocab_size = presets.vocab_size_for(config, self.text, self.known)
+        vocab_size = presets.vocab_size_for(config, self.text, self.existing_tokenizer)
         B = model.get("batch_size", self.machine.batch_size)
         if self.chooses_rows:
             B = self.cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)

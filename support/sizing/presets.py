@@ -78,13 +78,13 @@ class TextSize:
 
 
 def measure_text(
-    text: str | None, field: str = "text", tokenizer: str | None = None, known: Tokenizer | None = None
+    text: str | None, field: str = "text", tokenizer: str | None = None, existing: Tokenizer | None = None
 ) -> TextSize:
     """Returns estimates of the text that --text names, or of the demo's text if `text` is None.
 
     Args:
         tokenizer: gpt2, bytes or bpe (default: bpe, or gpt2 for a large text).
-        known: the tokenizer, if it exists already; it encodes the beginning of the text.
+        existing: the tokenizer, if it exists already; it encodes the beginning of the text.
 
     Raises:
         UserError: there is no text, or it cannot be read.
@@ -95,36 +95,38 @@ def measure_text(
     if not size:
         raise UserError(f"there is no text in {text}. Use another file or folder.")
     bytes_per_character = len(to_utf8(beginning)) / max(1, len(beginning)) or 1.0
-    tokenizer = known.name if known else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
+    tokenizer = existing.name if existing else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
     estimated = TextSize(size, size / bytes_per_character, tokenizer, BYTES_PER_TOKEN[tokenizer])
-    if tokenizer == "bpe" and known is None:
+    if tokenizer == "bpe" and existing is None:
         if bytes_per_character < 1.1:
             return replace(
                 estimated,
                 bytes_per_token=BYTES_PER_TOKEN_OF_SMALL_BPE.get(estimated.vocab_size, estimated.bytes_per_token),
             )
-        known = train_bpe([beginning], estimated.vocab_size)
-    if tokenizer == "gpt2" and known is None:
+        existing = train_bpe([beginning], estimated.vocab_size)
+    if tokenizer == "gpt2" and existing is None:
         with contextlib.suppress(UserError):  # it cannot be downloaded
-            known = get_tokenizer("gpt2")
-    if known and (encoded := beginning[:ENCODED_CHARS]):
-        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(known.encode_array(encoded)))
+            existing = get_tokenizer("gpt2")
+    if existing and (encoded := beginning[:ENCODED_CHARS]):
+        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(existing.encode_array(encoded)))
     return estimated
 
 
-def text_flags(above: Mapping[str, Any], recipe: Mapping[str, Any], known: Tokenizer | None = None) -> dict[str, Any]:
+def text_flags(
+    above: Mapping[str, Any], recipe: Mapping[str, Any], existing: Tokenizer | None = None
+) -> dict[str, Any]:
     """Returns the flags that --text sets, unless a stronger layer does.
 
     Args:
         above: the values of the stronger layers: of the command line, and of pretrained weights.
         recipe: the numbers of --recipe fast.
-        known: the tokenizer of pretrained weights.
+        existing: the tokenizer of pretrained weights.
 
     Raises:
         UserError: --text names no text.
     """
     fine_tuned = "init_from" in above
-    text = measure_text(above["text"], above.get("text_field", "text"), above.get("tokenizer"), known)
+    text = measure_text(above["text"], above.get("text_field", "text"), above.get("tokenizer"), existing)
     size, tokenizer, tokens = text.bytes, text.tokenizer, text.train_tokens
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
@@ -310,11 +312,11 @@ def tokenizer_name(config: TrainConfig) -> str:
     return "bpe" if config.demo else config.tokenizer or "gpt2"
 
 
-def vocab_size_for(config: TrainConfig, text: TextSize, known: Tokenizer | None = None) -> int:
-    """Returns the vocabulary size of a run whose shards are not made yet; `known` is its tokenizer, if that exists already."""
+def vocab_size_for(config: TrainConfig, text: TextSize, existing: Tokenizer | None = None) -> int:
+    """Returns the vocabulary size of a run whose shards are not made yet; `existing` is its tokenizer, if that exists already."""
     tokenizer = tokenizer_name(config)
-    if known:
-        return known.vocab_size
+    if existing:
+        return existing.vocab_size
     if tokenizer != "bpe":
         return VOCAB_SIZES[tokenizer]
     return DEMO_VOCAB_SIZE if config.text is None else min(text.vocab_size, largest_vocab_size(config))
