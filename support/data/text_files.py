@@ -108,6 +108,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         UserError: a pattern matches nothing, or a file that is not text.
     """
     unique: dict[str, Path] = {}  # a second copy of a file could become the validation split
+    repeated = list[Path]()
     skipped: dict[Path, None] = {}  # in order
     others: dict[Path, None] = {}
     for pattern in patterns:
@@ -119,7 +120,8 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
             skipped.update(dict.fromkeys(found[1]))
             others.update(dict.fromkeys(found[2]))
             for path in found[0]:
-                unique.setdefault(os.path.realpath(path), path)
+                if unique.setdefault(os.path.realpath(path), path) is not path:
+                    repeated.append(path)
     of_programs = {real: path for real, path in unique.items() if _is_of_run_or_model(path)}
     if len(of_programs) < len(unique):  # otherwise, they are named
         skipped.update(dict.fromkeys(of_programs.values()))
@@ -137,6 +139,8 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs, shards and models)")
     if others:
         notes.append(f"skipped {_count(others)} (not .txt, .jsonl or .parquet)")
+    if repeated:
+        notes.append(f"read only once: {_count(repeated)} (named again, perhaps by a link)")
     if not unique:
         where = ": ".join([" ".join(patterns), *notes])
         problems.append(f"there is no text in {where}. Give files or folders of {TEXT_TYPES}.")
