@@ -206,6 +206,8 @@ def test_the_curve_of_a_parent_is_not_hidden_by_its_forks(tmp_path):
     axes, _ = draw_runs(["parent", "fork"], [read_run(parent), read_run(fork)]).axes
     order = {(line.get_color() == curves.NOT_COMPARABLE, line.get_zorder()) for line in axes.get_lines()}
     assert order == {(True, 1), (False, 2)}
+    lines = [line.get_xydata().tolist() for line in axes.get_lines() if line.get_linestyle() == "-"]
+    assert [[2, 6], [3, 5]] in lines and [[0, 8], [1, 7]] not in lines  # only a line from step 0 would be too steep
 
 
 def test_losses_of_a_forks_parent_have_its_own_bytes_per_token(tmp_path):
@@ -217,7 +219,7 @@ def test_losses_of_a_forks_parent_have_its_own_bytes_per_token(tmp_path):
         file.write(json.dumps(fork) + "\n")
     other = write_run(tmp_path / "other", [8.0], {0: 8.0}, data={"tokenizer": "bpe", "bytes_per_token": 1.0})
     axes, _ = draw_runs(["a", "b"], [read_run(run), read_run(other)]).axes
-    assert sorted(line for line in points(axes) if line) == [[[0, 2.0]], [[0, 8.0]], [[2, 3.0]]]
+    assert sorted(line for line in points(axes) if line) == [[[0, 2.0]], [[0, 8.0]], [[2, 3.0]], [[2, 3.0]]]
 
 
 def test_the_ends_of_many_runs_can_be_told_apart(tmp_path):

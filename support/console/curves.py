@@ -304,8 +304,8 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 def _draw_validation(
     axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None, zorder: int = 2
 ) -> list[Line2D]:
-    """Draws dots, and a line from the second one on: a line from step 0 would be far above the training loss."""
-    axes.plot(x[1:], y[1:], color=color, zorder=zorder)
+    """Draws dots, and a line that does not begin at step 0, from where it would be far above the training loss."""
+    axes.plot(x[x != 0], y[x != 0], color=color, zorder=zorder)
     return axes.plot(x, y, "o", color=color, markersize=3, label=label, zorder=zorder)
 
 
