@@ -304,6 +304,16 @@ def test_what_follows_from_other_flags_follows_in_a_fork(runs, tmp_path):
     assert (config.max_lr, config.min_lr, config.keep) == (3e-3, pytest.approx(6e-5), 3)
 
 
+def test_a_fork_with_another_rate_for_muon_keeps_adamws(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--recipe", "fast", "--adamw-lr", 2e-3, "--max-steps", 4, "--checkpoint-every", 2]
+    trained(tmp_path / "run", *flags)
+    fork = ["--fork", tmp_path / "run/model_00002", "--out", tmp_path / "fork"]
+    for given in (["--max-lr", 1e-4], ["--schedule", "cosine"]):
+        assert configure([*fork, *given])[0].adamw_lr == 2e-3
+    for given in (["--optimizer", "adamw"], ["--recipe", "gpt2"]):
+        assert configure([*fork, *given])[0].adamw_lr is None
+
+
 def test_resume_auto_without_a_folder_does_not_touch_the_run_that_is_forked(runs, monkeypatch):
     monkeypatch.chdir(runs)
     with pytest.raises(UserError, match="Name its folder with --out"):

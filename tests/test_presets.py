@@ -230,12 +230,16 @@ def test_the_largest_model_for_a_text_is_gpt2():
     assert MODELS_FOR_TEXT[-1] == MODELS["gpt2"] | {"block_size": GPTConfig().block_size}
 
 
-@pytest.mark.parametrize("given", ["--max-lr 1e-3", "--optimizer adamw", "--recipe gpt2"])
-def test_adamw_has_a_rate_of_its_own_and_weight_decay_is_higher_only_beside_muons_preset(tmp_path, given):
+def test_adamw_has_a_rate_of_its_own_and_weight_decay_is_higher_only_beside_muon(tmp_path):
     for source in (["--text", str(file_of_size(tmp_path, 1e6))], ["--demo"]):
-        assert configure(source)[0].adamw_lr == 3.6e-3
-        config, _ = configure([*source, *given.split()])
-        assert (config.adamw_lr, config.weight_decay) == (None, 0.1)
+        preset, _ = configure(source)
+        assert preset.adamw_lr == 3.6e-3 and preset.weight_decay > 0.2
+        for given in (["--optimizer", "adamw"], ["--recipe", "gpt2"]):
+            config, _ = configure([*source, *given])
+            assert (config.adamw_lr, config.weight_decay) == (None, 0.1)
+        for rate in (preset.max_lr, 1e-3):  # changes nothing else
+            config, _ = configure([*source, "--max-lr", rate])
+            assert config == replace(preset, max_lr=rate, min_lr=pytest.approx(rate / 50))
     assert fast_rates(RECIPES["fast"], 1024, {"init_from": "gpt2"}).keys() == {"max_lr"}
 
 

@@ -259,7 +259,7 @@ def fast_rates(
 
     Below 16,384 tokens per step, Muon's rate grows with the square root of the step size. A step shrinks the weights by
     the product of rate and weight decay, which stays the same, but is higher for a text that is read many times.
-    docs/measurements/small-models.md has the measurements. If --max-lr is given, or weights are pretrained, AdamW uses Muon's rate.
+    docs/measurements/small-models.md has the measurements. For pretrained weights, AdamW uses Muon's rate.
 
     Args:
         recipe, above: as in `text_flags`.
@@ -268,7 +268,7 @@ def fast_rates(
     fraction = math.sqrt(min(1.0, tokens_per_step / 16384))
     rates = {"max_lr": recipe["max_lr"] * fraction}
     by_muon = above.get("recipe", "fast") == "fast" and above.get("optimizer", "muon") == "muon"
-    if by_muon and not above.keys() & {"max_lr", "init_from"}:
+    if by_muon and "init_from" not in above:
         weight_decay = recipe["weight_decay"] * weight_decay_factor(passes) / fraction
         rates |= {"adamw_lr": recipe["max_lr"], "weight_decay": weight_decay}
     return rates
