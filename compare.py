@@ -271,7 +271,7 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     """
     file = path / "log.txt" if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"there is no log {file}. Pass a run's --out folder, or a log.txt.")
+        raise UserError(f"there is no log at {file}. Pass a run's --out folder, or a log.txt.")
     log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
@@ -306,7 +306,7 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
             draw(lambda: draw_normal(on_one_line(str(path)), log), picture)
     finally:
         print("\n".join(differs or describe_values(verdict)), end="\n\n")
-    print(f"saved {picture}" if draws else "-o FILE draws it over the public runs all the same.")
+    print(f"saved {picture}" if draws else "With -o FILE, the run is drawn over the public ones all the same.")
     print(
         "no verdict: the flags above make this a different run from the public ones." if differs else verdict,
         flush=True,

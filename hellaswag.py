@@ -699,8 +699,8 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
     paragraphs = [f"HellaSwag {r.data}, {r.items:,} items, style {r.style}; {r.dtype} on {r.device}, {r.seconds:.1f} s"]
     if r.truncated:
         paragraphs.append(
-            f"{r.truncated:,} endings with their contexts are longer than the model's {block_size} tokens; "
-            "the beginning was cut off, also of an ending that is longer by itself"
+            f"{r.truncated:,} endings with their contexts are longer than the model's {block_size} tokens: the beginning of the "
+            "context was cut off and, if the ending alone is longer, that of the ending"
         )
     if math.isnan(r.acc):
         return "\n\n".join(

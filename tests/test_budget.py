@@ -327,7 +327,7 @@ def test_a_large_model_is_measured_in_two_calls_of_few_rows(flops, measured, mon
     [
         (
             ["--demo", "--minutes", "5", "--max-steps", "5"],
-            "--max-steps counts steps, but this run has --minutes 5. Leave it out, or use --max-steps instead.",
+            "--max-steps counts steps, but this run has --minutes 5. Leave it out, or use --max-steps instead of --minutes.",
         ),
         (["--minutes", "5", "--decay-steps", "5"], "--decay-steps counts steps, but"),
         (["--demo", "--warmup-steps", "5"], "--warmup-steps counts steps, but"),

@@ -101,10 +101,10 @@ def test_the_demo_text(tmp_path):
         ("--input book.pdf --output out", "book.pdf is not a file of type .txt, .jsonl, .parquet"),
         (
             "--input latin.txt --output out",
-            "latin.txt is not UTF-8 text. If it is LATIN1, convert it: iconv -f LATIN1 -t UTF-8 latin.txt > NEW",
+            "latin.txt is not UTF-8 text. If it is CP1252 (Western languages; others are in CP1251, KOI8-R, GB18030, SHIFT_JIS, ...), convert it: iconv -f CP1252 -t UTF-8 latin.txt > NEW",
         ),
         ("--input l&m.jsonl --output out", "l&m.jsonl, line 2 is not UTF-8 text."),
-        ("--input l&m.jsonl --output out", "convert it: iconv -f LATIN1 -t UTF-8 'l&m.jsonl' > NEW"),
+        ("--input l&m.jsonl --output out", "convert it: iconv -f CP1252 -t UTF-8 'l&m.jsonl' > NEW"),
         ("--input utf16.txt --output out", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > NEW"),
         (
             "--input utf16le.txt --output out",

@@ -328,9 +328,10 @@ def test_the_command_of_a_refusal_is_one_that_works(runs):
     with pytest.raises(UserError) as error:
         configure(["--resume", "--out", runs / "20", "--max-lr", 3e-4])
     assert error.value.problems[-1].endswith(f"--fork {runs}/20/model_00012 --out NEW --max-lr 0.0003")
-    with pytest.raises(UserError) as error:
-        configure(["--resume", "--out", runs / "20", "--n-layer", 3])
-    assert len(error.value.problems) == 1
+    for without_fork in (["--n-layer", 3], ["--max-steps", 12]):  # the run is at step 20, and its cooldown began at 12
+        with pytest.raises(UserError) as error:
+            configure(["--resume", "--out", runs / "20", *without_fork])
+        assert len(error.value.problems) == 1
 
 
 def test_a_fork_needs_a_folder_and_an_intact_checkpoint(runs, tmp_path):

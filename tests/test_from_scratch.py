@@ -345,6 +345,12 @@ def test_a_mistake_that_is_in_the_way_of_several_facts_is_said_once(tmp_path, mo
     assert capsys.readouterr().out.count("before Module.__init__() call") == 1
 
 
+def test_a_file_may_import_its_neighbours(tmp_path):
+    (tmp_path / "beside_my_gpt.py").write_text("LAYERS = 5\n")
+    (tmp_path / "my_gpt.py").write_text("from beside_my_gpt import LAYERS\n")
+    assert check.load(tmp_path / "my_gpt.py", tmp_path).LAYERS == 5
+
+
 def test_a_missing_program_that_makes_the_shards_is_named(tmp_path):
     for path in (LESSON / "check.py", program(12)):
         shutil.copy(path, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from support.checkpoints import huggingface, lora
-from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint
+from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint, step_of
+from support.checkpoints.history import read_starts
 from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import Tables, UserError, flag_name, flag_words
 from support.config import LAYERS, TRAIN_FLAGS, Layers, TrainConfig, changed_flags, merge, source
@@ -55,7 +57,7 @@ class Start:
         for name, table in tables.items():
             start.layers[flag_name(name)] = table[start.merged_flags().get(name, TRAIN_FLAGS[name].default)]
         if minutes := start.merged_flags().get("minutes"):
-            instead = "" if start.resumed else ", or use --max-steps instead"
+            instead = "" if start.resumed else ", or use --max-steps instead of --minutes"
             why = f"counts steps, but this run has --minutes {minutes:g}. Leave it out{instead}."
             if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
                 raise UserError(*(f"{flag} {why}" for flag in counted))
@@ -143,8 +145,11 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
         if newest:
             return _resume(cli_flags, Checkpoint.open(newest), dist)
         if resume == "newest":
+            starts = read_starts(Path(out))
+            why = " (the run there is still going, or ended before its first one)" if starts else ""
             raise UserError(
-                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or start a new run with --resume auto."
+                f"no checkpoint in {out} to resume from{why}. Pass the run's folder with --out, or start a new run with "
+                "--resume auto."
             )
     if problems := list(_conflicts(cli_flags, out)):
         raise UserError(*problems)
@@ -220,7 +225,8 @@ def _resume(cli_flags: dict[str, Any], checkpoint: Checkpoint, dist: Distributed
     ]
     if changes:
         problems = [
-            f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
+            f"{flag_name(name)} is {new}, but the run in {out} has {'none' if had is None else had}. Leave it out."
+            for name, had, new in changes
         ]
         # another field of the text would need another --text, too
         of_fork = [
@@ -230,8 +236,10 @@ def _resume(cli_flags: dict[str, Any], checkpoint: Checkpoint, dist: Distributed
             is_over = Schedule(TrainConfig(**stored)).is_over(checkpoint.step, checkpoint.progress)
             gets_longer = bool(cli_flags.keys() & LENGTH_FLAGS)
             earlier = newest_before_cooldown(out) if is_over or gets_longer else None
-            command = f"python train_gpt2.py --fork {shlex.quote(str(earlier or checkpoint.path))} --out NEW {' '.join(words)}"
-            if earlier or gets_longer or not is_over:  # at the end, nothing is left to train
+            parent = earlier or checkpoint.path
+            command = f"python train_gpt2.py --fork {shlex.quote(str(parent))} --out NEW {' '.join(words)}"
+            has_steps = cli_flags.get("max_steps", sys.maxsize) > step_of(parent)
+            if has_steps and (earlier or gets_longer or not is_over):  # at the end, nothing is left to train
                 problems.append(f"A fork can have other flags: {command}")
         raise UserError(*problems)
     start = Start(checkpoint=checkpoint)

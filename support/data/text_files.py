@@ -413,8 +413,11 @@ def _reading(where: str) -> Iterator[None]:
 
 def _not_utf8(path: Path, content: bytes, where: str | None = None) -> UserError:
     """Returns the error for a file whose `content` cannot be decoded; `where` is the place in the file, if known."""
-    encoding = _wide_encoding(content) or "LATIN1"
-    advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
+    encoding = _wide_encoding(content) or "CP1252"
+    others = (
+        "" if encoding != "CP1252" else " (Western languages; others are in CP1251, KOI8-R, GB18030, SHIFT_JIS, ...)"
+    )
+    advice = f"If it is {encoding}{others}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
     is_plain = text_suffix(path) in (".txt", ".jsonl") and not compression(path)
     return UserError(f"{where or path} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}")
 
