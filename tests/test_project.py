@@ -129,10 +129,9 @@ def test_the_notebook_runs_and_shows_what_is_saved(demo, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # its two demos take the shards of this one, and three steps of a small model
-    source, data = code["cell-34"].source, str(folder / "demo_data")
-    small = f'flags = ["--data", {data!r}, *"--n-embd 64 --val-tokens 128 --max-steps 3 --demo".split(),'
-    source = source.replace('flags = ["--demo",', small).replace('"--max-steps", str(min(run.steps, 300))', "")
-    assert source.count("--max-steps") == source.count("--demo") == 1
+    small = f"--data {folder}/demo_data --n-embd 64 --val-tokens 128 --demo "
+    source = code["cell-34"].source.replace("--demo ", small).replace("{min(run.steps, 300)}", "3")
+    assert small in source and "--max-steps 3" in source
     code["cell-34"].source = IN_THIS_PROCESS + source
     # Its cells compare attention, the last row of the lens and the loss of each token with the model's own.
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
