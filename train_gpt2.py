@@ -979,8 +979,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if plan_options.plan:
         data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
         first_step, items = start.checkpoint.step if start.checkpoint else 0, hellaswag.count_items(config)
-        existing = start.existing_tokenizer(config)
-        return plan.print_report(plan_options, config, new_model, data, existing, items, first_step, dist.rank)
+        existing_tokenizer = start.existing_tokenizer(config)
+        return plan.print_report(
+            plan_options, config, new_model, data, existing_tokenizer, items, first_step, dist.rank
+        )
     with dist.failing_together():
         dist = dist.with_device(config.device)
     exit_code: int | str | None = 0

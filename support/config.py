@@ -101,7 +101,8 @@ class TrainConfig:
         choices=("cosine", "wsd"), follows="recipe")
     decay_steps: int = SCHEDULE(IN_TABLE, "step at which the cosine or the cooldown ends", default_help="--max-steps", **STEPS)
     cooldown_fraction: float = SCHEDULE(0.4, "wsd's cooldown, as a fraction of the run", set_by="text demo", **FRACTION)
-    max_lr: float = SCHEDULE(IN_TABLE, "peak learning rate", at_least=0, set_by="text demo", follows="recipe")
+    max_lr: float = SCHEDULE(IN_TABLE, "peak learning rate; of Muon alone if there is an --adamw-lr", at_least=0,
+        set_by="text demo", follows="recipe")
     adamw_lr: float | None = SCHEDULE(None, "AdamW's peak learning rate with --optimizer muon", at_least=0,
         default_help="--max-lr", set_by="text demo", follows="recipe optimizer")
     min_lr: float = SCHEDULE(IN_TABLE, "final learning rate", default_help="a tenth of --max-lr; a fiftieth with wsd", at_least=0,
@@ -232,7 +233,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.min_lr > config.max_lr:
         yield f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it."
     if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
-        yield "--adamw-lr needs --optimizer muon and a --max-lr above 0. Change one of them, or leave it out."
+        yield f"--adamw-lr {config.adamw_lr:g} needs --optimizer muon and a --max-lr above 0. Change these, or leave it out."
     if config.lora_rank is None and config.lora_alpha != TrainConfig.lora_alpha:
         yield "--lora-alpha is for LoRA. Add --lora-rank, or leave out --lora-alpha."
     if config.lora_rank is not None and config.optimizer == "muon":

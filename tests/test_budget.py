@@ -224,6 +224,8 @@ def test_a_time_without_a_single_step_is_refused(monkeypatch):
 def test_given_sizes_stay(monkeypatch):
     chosen = flags_for(3e6, 2.4e7, monkeypatch, *"--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split())
     assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
+    chosen = flags_for(3e6, 2.4e7, monkeypatch)
+    assert flags_for(3e6, 2.4e7, monkeypatch, "--max-lr", "1e-3") == {x: chosen[x] for x in chosen if x != "max_lr"}
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
     fork = {"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2", "fork": "x"}
     for others, limits in ((fork, {"max_passes"}), ({}, set())):  # a fork, shards

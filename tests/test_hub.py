@@ -198,7 +198,10 @@ def test_any_data_set_of_text_files(stories):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("someone/tables", r"has \.csv files, not \.txt, .*load_dataset\('someone/tables', split='train'\)"),
+        (
+            "someone/tables",
+            r"has \.csv files, not \.txt, .*load_dataset\('someone/tables', split='train', revision='\w+'\)",
+        ),
         ("someone/two --name b --document-separator ##", "divides .txt files, and there is none. Leave it out"),
         ("someone/texts --split validation", "no split 'validation'. Choose --split from train, test"),
         ("someone/two", "cannot open the data set someone/two: .*a.*b.* --name"),

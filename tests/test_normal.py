@@ -275,8 +275,8 @@ def test_what_has_no_value_to_compare_is_one_line(tmp_path, content):
 
 def test_bad_arguments(tmp_path):
     for argv, message in (
-        (["nothing"], "there is no log nothing. Pass"),
-        (["."], "there is no log log.txt. Pass"),
+        (["nothing"], "there is no log at nothing. Pass"),
+        (["."], "there is no log at log.txt. Pass"),
         (["a", "b"], "--normal is for one run"),
         (["a", "--x", "hours"], "--normal is for one run"),
     ):

@@ -312,7 +312,9 @@ def test_the_largest_file_tells_how_long_the_tokens_are(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "xyz " * 3000}))
     known = train_bpe(["ab" * 999], 300)
     tokens = len(known.encode("ab" * 20_000))
-    assert measure_text(str(tmp_path), existing=known).bytes_per_token == pytest.approx(40_000 / tokens, rel=0.01)
+    assert measure_text(str(tmp_path), existing_tokenizer=known).bytes_per_token == pytest.approx(
+        40_000 / tokens, rel=0.01
+    )
 
 
 @needs_gpt2_vocabulary

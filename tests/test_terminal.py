@@ -232,7 +232,8 @@ def test_the_command_for_a_longer_run_on_a_text_has_the_flags_for_its_passes(
     "flags, expected",
     [
         (["--weight-decay", 0.3], "cooldown fraction 0.7, shuffle: --text"),  # not what was typed
-        (["--schedule", "cosine", "--no-shuffle", "--max-lr", 1e-3], ""),  # nor what has no effect
+        # nor what has no effect
+        (["--schedule", "cosine", "--no-shuffle", "--max-lr", 1e-3], "weight decay 0.4: --text"),
         (["--recipe", "gpt2"], "shuffle: --text"),
     ],
 )

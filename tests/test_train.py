@@ -229,7 +229,7 @@ def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
         ("--data book.txt", "book.txt is a file, not a folder of shards. To train on a text, pass it with --text."),
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
-        ("--adamw-lr 1e-3", "--adamw-lr needs --optimizer muon and a --max-lr above 0. Change one of them, or leave it out."),
+        ("--adamw-lr 1e-3", "--adamw-lr 0.001 needs --optimizer muon and a --max-lr above 0. Change these, or leave it out."),
         ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
         ("--n-embd 1000000", "the model has 24,000,301,000,000 parameters, which take 96,001.2 GB"),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),

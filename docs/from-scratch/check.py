@@ -1814,7 +1814,8 @@ def load(path: Path, folder: Path) -> Any:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.append(str(path.parent.absolute()))  # a file may import those beside it, as when it is run
+    if (beside := str(path.parent.absolute())) not in sys.path:
+        sys.path.insert(0, beside)  # a file may import those beside it, as when it is run
     spec.loader.exec_module(module)
     module.DATA, module.OUT = folder / "data", folder / "log"  # type: ignore[attr-defined]
     return module

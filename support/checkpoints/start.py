@@ -13,7 +13,6 @@ import torch
 
 from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint, step_of
-from support.checkpoints.history import read_starts
 from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import Tables, UserError, flag_name, flag_words
 from support.config import LAYERS, TRAIN_FLAGS, Layers, TrainConfig, changed_flags, merge, source
@@ -145,11 +144,8 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
         if newest:
             return _resume(cli_flags, Checkpoint.open(newest), dist)
         if resume == "newest":
-            starts = read_starts(Path(out))
-            why = " (the run there is still going, or ended before its first one)" if starts else ""
             raise UserError(
-                f"no checkpoint in {out} to resume from{why}. Pass the run's folder with --out, or start a new run with "
-                "--resume auto."
+                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or start a new run with --resume auto."
             )
     if problems := list(_conflicts(cli_flags, out)):
         raise UserError(*problems)
@@ -161,7 +157,7 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
         return _fork(cli_flags, Checkpoint.open(directory), dist)
-    start, existing = Start(), None
+    start, existing_tokenizer = Start(), None
     layers = start.layers
     layers["command line"] = cli_flags
     if "init_from" in cli_flags:
@@ -169,11 +165,11 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
         sizes = huggingface.read_config(directory)
         brought = {name: sizes[name] for name in TRAIN_FLAGS.keys() & sizes.keys()}
         if planned or cli_flags.keys() & {"text", "tokenizer"}:
-            existing = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer"))
-            brought["tokenizer"] = existing.name
+            existing_tokenizer = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer"))
+            brought["tokenizer"] = existing_tokenizer.name
         layers["--init-from"] = brought
     if "text" in cli_flags:
-        layers["--text"] = dist.once(lambda: presets.text_flags(merge(layers), recipe, existing))
+        layers["--text"] = dist.once(lambda: presets.text_flags(merge(layers), recipe, existing_tokenizer))
     elif cli_flags.get("demo"):
         layers["--demo"] = presets.demo_flags(merge(layers), recipe)
         if not resume:

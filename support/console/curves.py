@@ -304,7 +304,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 def _draw_validation(
     axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None, zorder: int = 2
 ) -> list[Line2D]:
-    """Draws dots, and a line that does not begin at step 0, from where it would be far above the training loss."""
+    """Draws dots, and a line without the one of step 0, which is far above the training loss."""
     axes.plot(x[x != 0], y[x != 0], color=color, zorder=zorder)
     return axes.plot(x, y, "o", color=color, markersize=3, label=label, zorder=zorder)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import textwrap
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ class TensorBoard:
         _, session_start, _ = hparams(shown, {})
         with SummaryWriter(str(folder), filename_suffix=HPARAMS) as writer:
             writer.file_writer.add_summary(session_start, first_step)
-        # begun after that file: of a folder's files, TensorBoard may follow only the newest
+        # begun after that file: TensorBoard's reader in Python goes on to the last file, and does not come back
         # purge_step hides what an earlier process wrote from this step on
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
         self._add_text("flags", json.dumps(flags, indent=4), first_step)
@@ -56,7 +55,7 @@ class TensorBoard:
 
     def _add_text(self, name: str, text: str, step: int) -> None:
         # TensorBoard shows Markdown: indented lines are code, and stay as they are
-        self._writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), step)
+        self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)
 
 
 class WeightsAndBiases:

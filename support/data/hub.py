@@ -125,9 +125,10 @@ class HubFiles(Corpus):
         paths = _request(self._find_paths, failure)
         if others := sorted({"".join(Path(path).suffixes) for path in paths if not text_suffix(Path(path))}):
             names = ", ".join(f"'{name}'" for name in (self._repository, self._config) if name)
+            which = f"{names}, split='{self._split}', revision='{self.revision}'"
             raise UserError(
-                f'{self._repository} has {", ".join(others)} files, not {TEXT_TYPES}. Convert it, python -c "import datasets; '
-                f"datasets.load_dataset({names}, split='{self._split}').to_parquet('text.parquet')\", and use --input text.parquet."
+                f'{self._repository} has {", ".join(others)} files, not {TEXT_TYPES}. Convert it: python -c "import datasets; '
+                f"datasets.load_dataset({which}).to_parquet('text.parquet')\", and use --input text.parquet."
             )
         check_separator(self._separator, map(Path, paths))
         entries = _request(

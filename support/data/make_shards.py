@@ -183,7 +183,7 @@ class EncodedParts:
         self.flag, self.report = folder.flag, folder.report
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
-        self._bytes_per_token = MAX_BYTES_PER_TOKEN[folder.manifest["tokenizer"]]
+        self._most_bytes_per_token = MAX_BYTES_PER_TOKEN[folder.manifest["tokenizer"]]
         self._looks_for_marker = not isinstance(corpus, Documents)
         self._ready: dict[int, int] = {}  # tokens of the parts whose files are on the disk and intact
         self._text_bytes = [*itertools.accumulate(part.text_bytes for part in self.parts)]
@@ -260,8 +260,9 @@ class EncodedParts:
         count = min(count, self.limit)
         while sum(self.lengths) < count and len(self.lengths) < len(self.parts):
             number = len(self.lengths)
-            at_least = sum(self.lengths) + self.parts[number].text_bytes / self._bytes_per_token
-            following = number + 1 if at_least < self.limit else len(self.parts)  # a file of 2 GB that nobody needs
+            least_tokens = sum(self.lengths) + self.parts[number].text_bytes / self._most_bytes_per_token
+            # beyond the limit, nobody needs the next file, which may have gigabytes
+            following = number + 1 if least_tokens < self.limit else len(self.parts)
             self.lengths.append(self.ensure(number, following))
             self._bar.n = total = sum(self.lengths)
             if self._text_bytes[number]:

@@ -108,7 +108,6 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         UserError: a pattern matches nothing, or a file that is not text.
     """
     unique: dict[str, Path] = {}  # a second copy of a file could become the validation split
-    repeated = list[Path]()
     skipped: dict[Path, None] = {}  # in order
     others: dict[Path, None] = {}
     for pattern in patterns:
@@ -120,8 +119,7 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
             skipped.update(dict.fromkeys(found[1]))
             others.update(dict.fromkeys(found[2]))
             for path in found[0]:
-                if unique.setdefault(os.path.realpath(path), path) is not path:
-                    repeated.append(path)
+                unique.setdefault(os.path.realpath(path), path)
     of_programs = {real: path for real, path in unique.items() if _is_of_run_or_model(path)}
     if len(of_programs) < len(unique):  # otherwise, they are named
         skipped.update(dict.fromkeys(of_programs.values()))
@@ -139,8 +137,6 @@ def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = N
         notes.append(f"skipped {_count(skipped)} (names that begin with a dot, and files of runs, shards and models)")
     if others:
         notes.append(f"skipped {_count(others)} (not .txt, .jsonl or .parquet)")
-    if repeated:
-        notes.append(f"read only once: {_count(repeated)} (named again, perhaps by a link)")
     if not unique:
         where = ": ".join([" ".join(patterns), *notes])
         problems.append(f"there is no text in {where}. Give files or folders of {TEXT_TYPES}.")
@@ -413,11 +409,10 @@ def _reading(where: str) -> Iterator[None]:
 
 def _not_utf8(path: Path, content: bytes, where: str | None = None) -> UserError:
     """Returns the error for a file whose `content` cannot be decoded; `where` is the place in the file, if known."""
-    encoding = _wide_encoding(content) or "CP1252"
-    others = (
-        "" if encoding != "CP1252" else " (Western languages; others are in CP1251, KOI8-R, GB18030, SHIFT_JIS, ...)"
-    )
-    advice = f"If it is {encoding}{others}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
+    encoding, note = _wide_encoding(content), ""
+    if encoding is None:
+        encoding, note = "CP1252", " (Western languages; others are in CP1251, KOI8-R, GB18030, SHIFT_JIS, ...)"
+    advice = f"If it is {encoding}{note}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
     is_plain = text_suffix(path) in (".txt", ".jsonl") and not compression(path)
     return UserError(f"{where or path} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}")
 

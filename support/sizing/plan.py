@@ -196,13 +196,13 @@ def _own_gpu() -> str:
 
 def print_report(
     options: PlanOptions, config: TrainConfig, new_model: NewModel, data: shards.TokenData | None = None,
-    existing: Tokenizer | None = None, hellaswag_items: int = 0, first_step: int = 0, rank: int = 0,
+    existing_tokenizer: Tokenizer | None = None, hellaswag_items: int = 0, first_step: int = 0, rank: int = 0,
 ) -> None:  # fmt: skip
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Args:
         data: None if the shards are not made yet.
-        existing: the tokenizer, if it exists already.
+        existing_tokenizer: the tokenizer, if it exists already.
         new_model: makes the model; on the meta device, that takes about 2 ms per layer.
 
     Raises:
@@ -221,8 +221,8 @@ def print_report(
         validated_tokens = sum(map(len, data.targets(config.block_size, config.val_tokens)))
     else:
         tokenizer = presets.tokenizer_name(config)
-        text = presets.measure_text(config.text, config.text_field, tokenizer, existing)
-        vocab_size, train_tokens = presets.vocab_size_for(config, text, existing), text.train_tokens
+        text = presets.measure_text(config.text, config.text_field, tokenizer, existing_tokenizer)
+        vocab_size, train_tokens = presets.vocab_size_for(config, text, existing_tokenizer), text.train_tokens
         validated_tokens = config.val_tokens
         if config.is_demo_or_text:
             validated_tokens = min(validated_tokens, int(train_tokens / 9))  # a tenth of the text is held out

@@ -78,13 +78,13 @@ class TextSize:
 
 
 def measure_text(
-    text: str | None, field: str = "text", tokenizer: str | None = None, existing: Tokenizer | None = None
+    text: str | None, field: str = "text", tokenizer: str | None = None, existing_tokenizer: Tokenizer | None = None
 ) -> TextSize:
     """Returns estimates of the text that --text names, or of the demo's text if `text` is None.
 
     Args:
         tokenizer: gpt2, bytes or bpe (default: bpe, or gpt2 for a large text).
-        existing: the tokenizer, if it exists already; it encodes the beginning of the text.
+        existing_tokenizer: the tokenizer, if it exists already; it encodes the beginning of the text.
 
     Raises:
         UserError: there is no text, or it cannot be read.
@@ -95,38 +95,40 @@ def measure_text(
     if not size:
         raise UserError(f"there is no text in {text}. Use another file or folder.")
     bytes_per_character = len(to_utf8(beginning)) / max(1, len(beginning)) or 1.0
-    tokenizer = existing.name if existing else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
+    tokenizer = (
+        existing_tokenizer.name if existing_tokenizer else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
+    )
     estimated = TextSize(size, size / bytes_per_character, tokenizer, BYTES_PER_TOKEN[tokenizer])
-    if tokenizer == "bpe" and existing is None:
+    if tokenizer == "bpe" and existing_tokenizer is None:
         if bytes_per_character < 1.1:
             return replace(
                 estimated,
                 bytes_per_token=BYTES_PER_TOKEN_OF_SMALL_BPE.get(estimated.vocab_size, estimated.bytes_per_token),
             )
-        existing = train_bpe([beginning], estimated.vocab_size)
-    if tokenizer == "gpt2" and existing is None:
+        existing_tokenizer = train_bpe([beginning], estimated.vocab_size)
+    if tokenizer == "gpt2" and existing_tokenizer is None:
         with contextlib.suppress(UserError):  # it cannot be downloaded
-            existing = get_tokenizer("gpt2")
-    if existing and (encoded := beginning[:ENCODED_CHARS]):
-        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(existing.encode_array(encoded)))
+            existing_tokenizer = get_tokenizer("gpt2")
+    if existing_tokenizer and (encoded := beginning[:ENCODED_CHARS]):
+        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(existing_tokenizer.encode_array(encoded)))
     return estimated
 
 
 def text_flags(
-    above: Mapping[str, Any], recipe: Mapping[str, Any], existing: Tokenizer | None = None
+    above: Mapping[str, Any], recipe: Mapping[str, Any], existing_tokenizer: Tokenizer | None = None
 ) -> dict[str, Any]:
     """Returns the flags that --text sets, unless a stronger layer does.
 
     Args:
         above: the values of the stronger layers: of the command line, and of pretrained weights.
         recipe: the numbers of --recipe fast.
-        existing: the tokenizer of pretrained weights.
+        existing_tokenizer: the tokenizer of pretrained weights.
 
     Raises:
         UserError: --text names no text.
     """
     fine_tuned = "init_from" in above
-    text = measure_text(above["text"], above.get("text_field", "text"), above.get("tokenizer"), existing)
+    text = measure_text(above["text"], above.get("text_field", "text"), above.get("tokenizer"), existing_tokenizer)
     size, tokenizer, tokens = text.bytes, text.tokenizer, text.train_tokens
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
@@ -258,7 +260,7 @@ def fast_rates(
     """Returns the peak learning rates and the weight decay of --recipe fast.
 
     Below 16,384 tokens per step, Muon's rate grows with the square root of the step size. A step shrinks the weights by
-    the product of rate and weight decay, which stays the same, but is higher for a text that is read many times.
+    the product of this rate and the weight decay, which stays the same, but is higher for a text that is read many times.
     docs/measurements/small-models.md has the measurements. For pretrained weights, AdamW uses Muon's rate.
 
     Args:
@@ -312,11 +314,11 @@ def tokenizer_name(config: TrainConfig) -> str:
     return "bpe" if config.demo else config.tokenizer or "gpt2"
 
 
-def vocab_size_for(config: TrainConfig, text: TextSize, existing: Tokenizer | None = None) -> int:
-    """Returns the vocabulary size of a run whose shards are not made yet; `existing` is its tokenizer, if that exists already."""
+def vocab_size_for(config: TrainConfig, text: TextSize, existing_tokenizer: Tokenizer | None = None) -> int:
+    """Returns the vocabulary size of a run whose shards are not made yet."""
     tokenizer = tokenizer_name(config)
-    if existing:
-        return existing.vocab_size
+    if existing_tokenizer:
+        return existing_tokenizer.vocab_size
     if tokenizer != "bpe":
         return VOCAB_SIZES[tokenizer]
     return DEMO_VOCAB_SIZE if config.text is None else min(text.vocab_size, largest_vocab_size(config))
