@@ -979,10 +979,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if plan_options.plan:
         data = open_data(config, start) if shard_paths(config.data, "train") else None  # None: not made yet
         first_step, items = start.checkpoint.step if start.checkpoint else 0, hellaswag.count_items(config)
-        existing_tokenizer = start.existing_tokenizer(config)
-        return plan.print_report(
-            plan_options, config, new_model, data, existing_tokenizer, items, first_step, dist.rank
-        )
+        tokenizer = start.existing_tokenizer(config)
+        return plan.print_report(plan_options, config, new_model, data, tokenizer, items, first_step, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     exit_code: int | str | None = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS
 from safetensors.torch import load_file
-from training import config_with, trained
+from training import config_with, save_small_model, trained
 
 from support.cli import UserError
 from support.config import PlanOptions
@@ -21,7 +21,7 @@ from support.data.text_files import TextFiles
 from support.data.tokenizer import get_tokenizer
 from support.runtime.memory import Layout, training_memory
 from support.sizing import plan
-from train_gpt2 import GPT, GPTConfig, main, new_model
+from train_gpt2 import main, new_model
 
 
 def plan_for(*flags: object) -> plan.Plan:
@@ -206,8 +206,7 @@ def test_the_tokens_of_a_text_are_those_of_the_model_that_is_trained_on(tmp_path
     text = "".join(f"число {number}, " for number in range(9_000))
     (tmp_path / "text.txt").write_text(text)
     known = train_bpe([text], 400)
-    GPT(GPTConfig(block_size=8, vocab_size=400, n_layer=1, n_head=1, n_embd=32)).save_pretrained(tmp_path / "model")
-    known.save_pretrained(tmp_path / "model", 8)
+    save_small_model(tmp_path / "model", known)
     planned = plan_for("--text", tmp_path / "text.txt", "--init-from", tmp_path / "model", "--out", tmp_path / "out")
     assert planned.validated_tokens == pytest.approx(len(known.encode(text)) / 10, rel=0.02)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import finish_run, losses, needs_gpt2_vocabulary, run_to_the_end, start_run
-from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, configure, forked, train
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, configure, forked, save_small_model, train
 
 import train_gpt2
 from support.checkpoints.history import read_starts
@@ -34,7 +34,7 @@ from support.sizing.presets import (
     vocab_size_for,
 )
 from support.terminal import on_one_line
-from train_gpt2 import GPT, MODELS, RECIPES, TABLES, GPTConfig
+from train_gpt2 import MODELS, RECIPES, TABLES, GPTConfig
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()
@@ -245,10 +245,7 @@ def test_adamw_has_a_rate_of_its_own_and_weight_decay_is_higher_only_beside_muon
 
 def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
     for n_embd, factor in ((64, 12), (768, 1), (1536, 1)):  # a higher rate for a narrower model
-        GPT(GPTConfig(block_size=8, vocab_size=257, n_layer=1, n_head=1, n_embd=n_embd)).save_pretrained(
-            tmp_path / "model"
-        )
-        get_tokenizer("bytes").save_pretrained(tmp_path / "model", 8)
+        save_small_model(tmp_path / "model", get_tokenizer("bytes"), n_embd=n_embd)
         flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / "model")]
         config, _ = configure(flags)
         assert (config.recipe, config.optimizer, config.n_embd, config.tokenizer) == ("gpt2", "adamw", n_embd, "bytes")
@@ -261,10 +258,7 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
 
 @pytest.mark.parametrize("context, flags, rows", [(64, [], 32), (128, [], None), (128, ["--block-size", "64"], 32)])
 def test_fine_tuning_a_small_model_takes_the_micro_batch_of_small_models(tmp_path, context, flags, rows):
-    GPT(GPTConfig(block_size=context, vocab_size=257, n_layer=1, n_head=1, n_embd=32)).save_pretrained(
-        tmp_path / "model"
-    )
-    get_tokenizer("bytes").save_pretrained(tmp_path / "model", context)
+    save_small_model(tmp_path / "model", get_tokenizer("bytes"), block_size=context)
     text = ["--text", str(file_of_size(tmp_path, 1e6))]
     assert configure([*text, "--init-from", str(tmp_path / "model"), *flags])[0].batch_size == rows
     assert configure(text)[0].batch_size == 32  # of random weights and a context of 64
@@ -331,8 +325,7 @@ def test_fine_tuning_makes_three_passes_in_any_language(tmp_path):
     text = "".join(f"число {number}, " for number in range(30_000))
     (tmp_path / "text.txt").write_text(text)
     known = train_bpe([text], 400)
-    GPT(GPTConfig(block_size=8, vocab_size=400, n_layer=1, n_head=1, n_embd=32)).save_pretrained(tmp_path / "model")
-    known.save_pretrained(tmp_path / "model", 8)
+    save_small_model(tmp_path / "model", known)
     config, _ = configure(["--text", str(tmp_path / "text.txt"), "--init-from", str(tmp_path / "model")])
     expected = 3 * 0.9 * len(known.encode(text))
     assert config.total_batch_size * config.max_steps == pytest.approx(expected, rel=0.02)
@@ -448,7 +441,7 @@ def test_the_text_at_the_end_is_the_best_models(tmp_path, capfd, monkeypatch):
         "model_00004",
     ]  # the second: before the cooldown
     assert "next    python sample.py --model run/model_00001 --prompt '1 and'" in printed
-    model, tokenizer = GPT.from_pretrained("run/model_00001").eval(), get_tokenizer("bytes")
+    model, tokenizer = train_gpt2.GPT.from_pretrained("run/model_00001").eval(), get_tokenizer("bytes")
     generator = devices.seeded_generator(ONE_PROCESS.device, 1337)
     [expected] = train_gpt2.sample(model, tokenizer, "1 and", 150, generator, 0.8, n=1)
     sample = " ".join(printed.partition("\nsample  ")[2].partition("\nsaved ")[0].split())

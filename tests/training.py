@@ -19,7 +19,7 @@ from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
 from support.config import TrainConfig
 from support.data.shards import DataIdentity, TokenData
-from support.data.tokenizer import BytesTokenizer
+from support.data.tokenizer import BytesTokenizer, Tokenizer
 from support.runtime import devices
 from support.runtime.distributed import ONE_PROCESS, Distributed
 from support.runtime.machine import Machine
@@ -110,6 +110,13 @@ def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.flo
         loss = model(tokens, tokens)  # holds what is saved, so that no address is used twice
     del loss
     return sum(nbytes for address, nbytes in saved.items() if address not in weights)
+
+
+def save_small_model(folder: Path, tokenizer: Tokenizer, block_size: int = 8, n_embd: int = 32) -> None:
+    """Saves a model of one layer, with random weights and this tokenizer."""
+    sizes = dict(block_size=block_size, n_layer=1, n_head=1, n_embd=n_embd)
+    GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder, block_size)
 
 
 def trainer_file(checkpoint: Path) -> dict:

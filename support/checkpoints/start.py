@@ -230,12 +230,12 @@ def _resume(cli_flags: dict[str, Any], checkpoint: Checkpoint, dist: Distributed
         ]
         if words := [flag_words(name, new) for name, _, new in of_fork]:
             is_over = Schedule(TrainConfig(**stored)).is_over(checkpoint.step, checkpoint.progress)
-            gets_longer = bool(cli_flags.keys() & LENGTH_FLAGS)
-            earlier = newest_before_cooldown(out) if is_over or gets_longer else None
+            changes_length = bool(cli_flags.keys() & LENGTH_FLAGS)
+            earlier = newest_before_cooldown(out) if is_over or changes_length else None
             parent = earlier or checkpoint.path
             command = f"python train_gpt2.py --fork {shlex.quote(str(parent))} --out NEW {' '.join(words)}"
             has_steps = cli_flags.get("max_steps", sys.maxsize) > step_of(parent)
-            if has_steps and (earlier or gets_longer or not is_over):  # at the end, nothing is left to train
+            if has_steps and (earlier or changes_length or not is_over):  # at the end, nothing is left to train
                 problems.append(f"A fork can have other flags: {command}")
         raise UserError(*problems)
     start = Start(checkpoint=checkpoint)

@@ -34,8 +34,8 @@ class TensorBoard:
         _, session_start, _ = hparams(shown, {})
         with SummaryWriter(str(folder), filename_suffix=HPARAMS) as writer:
             writer.file_writer.add_summary(session_start, first_step)
-        # begun after that file: TensorBoard's reader in Python goes on to the last file, and does not come back
-        # purge_step hides what an earlier process wrote from this step on
+        # This file comes after that one: TensorBoard's reader in Python goes on to the last, and does not come back.
+        # purge_step hides what an earlier process wrote from this step on.
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
         self._add_text("flags", json.dumps(flags, indent=4), first_step)
 

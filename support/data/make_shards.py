@@ -356,10 +356,8 @@ def _write_all(
         if writing:
             writing.result()
     folder.finish()
-    total, held_out = (
-        sum(entry["tokens"] for entry in manifest["shards"] if entry["split"] in splits)
-        for splits in (("train", "val"), ("val",))
-    )
+    total = sum(entry["tokens"] for entry in manifest["shards"])
+    held_out = sum(entry["tokens"] for entry in manifest["shards"] if entry["split"] == "val")
     if in_order and (share := held_out / total) > LARGE_VAL_FRACTION:
         folder.report(
             f"note: the validation shard has {share:.0%} of the tokens. To train on more of them, use --val-fraction {VAL_FRACTION}."

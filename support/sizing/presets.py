@@ -95,22 +95,22 @@ def measure_text(
     if not size:
         raise UserError(f"there is no text in {text}. Use another file or folder.")
     bytes_per_character = len(to_utf8(beginning)) / max(1, len(beginning)) or 1.0
-    tokenizer = (
-        existing_tokenizer.name if existing_tokenizer else tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
-    )
-    estimated = TextSize(size, size / bytes_per_character, tokenizer, BYTES_PER_TOKEN[tokenizer])
-    if tokenizer == "bpe" and existing_tokenizer is None:
+    name = tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2")
+    if existing_tokenizer:
+        name = existing_tokenizer.name
+    estimated, encoder = TextSize(size, size / bytes_per_character, name, BYTES_PER_TOKEN[name]), existing_tokenizer
+    if encoder is None and name == "bpe":
         if bytes_per_character < 1.1:
             return replace(
                 estimated,
                 bytes_per_token=BYTES_PER_TOKEN_OF_SMALL_BPE.get(estimated.vocab_size, estimated.bytes_per_token),
             )
-        existing_tokenizer = train_bpe([beginning], estimated.vocab_size)
-    if tokenizer == "gpt2" and existing_tokenizer is None:
+        encoder = train_bpe([beginning], estimated.vocab_size)
+    if encoder is None and name == "gpt2":
         with contextlib.suppress(UserError):  # it cannot be downloaded
-            existing_tokenizer = get_tokenizer("gpt2")
-    if existing_tokenizer and (encoded := beginning[:ENCODED_CHARS]):
-        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(existing_tokenizer.encode_array(encoded)))
+            encoder = get_tokenizer("gpt2")
+    if encoder and (encoded := beginning[:ENCODED_CHARS]):
+        return replace(estimated, bytes_per_token=len(to_utf8(encoded)) / len(encoder.encode_array(encoded)))
     return estimated
 
 
